@@ -5,6 +5,7 @@ and whose update rules are in optimizers/. config_keys.py says how to add a conf
 The parameters' attributes ``allreduce`` and ``group_name`` and the checkpoints' file names are DeepSpeed's: keep them.
 """
 
+import contextlib
 import importlib
 import logging
 
@@ -51,5 +52,7 @@ def import_ahead() -> None:
     For a thread of a program that has other work meanwhile.
     """
     importlib.import_module("torch._dynamo")
+    with contextlib.suppress(ImportError):  # of another version; the engine imports what it needs
+        importlib.import_module("deepspeed.module_inject.auto_ep_layer")
     if is_deepcompile_supported():
         importlib.import_module("deepspeed.compile.backend")

@@ -180,8 +180,6 @@ def init_distributed(
     import deepspeed
     import deepspeed.comm
 
-    # DeepSpeed's CPU backend would compile a shared-memory all-reduce for inference and fail without a compiler.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if local_rank is not None:
         os.environ.setdefault("LOCAL_RANK", str(local_rank))
     launched = any(name in os.environ for name in ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"))
@@ -194,7 +192,15 @@ def init_distributed(
         backend = dist_backend or (dist.get_backend() if dist.is_initialized() else None)
         if timeout is not None:
             kwargs["timeout"] = timeout
-        deepspeed.comm.init_distributed(dist_backend=backend, **kwargs)
+        # DeepSpeed's CPU backend would compile a shared-memory all-reduce for inference and fail without a compiler.
+        # The dict is made by its first reader, who runs a compiler for seconds: not here, in every rank.
+        probed = vars(deepspeed.ops).get("__compatible_ops__")
+        deepspeed.ops.__compatible_ops__ = {**(probed or {}), "deepspeed_shm_comm": False}
+        try:
+            deepspeed.comm.init_distributed(dist_backend=backend, **kwargs)
+        finally:
+            if probed is None:
+                del deepspeed.ops.__compatible_ops__
 
 
 def shutdown() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import secrets
 import shlex
 import shutil
@@ -15,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from megatron.optimus.platform import missing_packages, signals
@@ -25,11 +27,16 @@ if __name__ == "__main__":
 
 from megatron.optimus.config.checks import check, check_trainable
 from megatron.optimus.config.load import Parser, Run, load, one_of_names, whole_number
-from megatron.optimus.config.schema import ConfigError
+from megatron.optimus.config.schema import ConfigError, RunConfig
 from megatron.optimus.describe import describe
+from megatron.optimus.launcher.agent import LocalAgent
 from megatron.optimus.launcher.cluster import SYSTEMS, detect_allocation
 from megatron.optimus.launcher.command import Launch, LaunchMethod, LaunchOptions, Mpi, build_launch
-from megatron.optimus.launcher.supervisor import AttemptResult, run_local_ranks, run_monitored, run_with_restarts
+from megatron.optimus.launcher.forkserver import ForkServer
+from megatron.optimus.launcher.hangs import HangWatch
+from megatron.optimus.launcher.nodes import FILE_NAME as BAD_NODES
+from megatron.optimus.launcher.nodes import NodePool
+from megatron.optimus.launcher.supervisor import AttemptResult, run_local, run_monitored, run_with_restarts
 from megatron.optimus.models.huggingface.config import take_from_hf
 from megatron.optimus.platform import environment
 from megatron.optimus.platform.log import print_error, printable
@@ -42,6 +49,7 @@ _DESCRIPTION = """Start pretraining: on this machine, or through mpiexec or srun
 
 All options of ``optimus pretrain`` can follow; they go to every rank."""
 _LOCAL_RANKS_PER_CORE = 16
+_CHECKPOINT = re.compile(r"step-(\d+)(?:\.r\d+)?")  # checkpoint/commit.py
 
 
 @dataclass(frozen=True)
@@ -87,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print_error(error)
         return 2
-    return _run(launch, request, env, Path(config.logging.run_dir) / FILE_NAME)
+    return _run(launch, request, env, config)
 
 
 def _check_ranks(launch: Launch) -> None:
@@ -103,17 +111,26 @@ def _check_ranks(launch: Launch) -> None:
         )
 
 
-def _run(launch: Launch, request: LaunchRequest, env: dict[str, str], metrics: Path) -> int:
-    """Runs the launch with restarts; ``metrics`` is the file to which rank 0 appends a line for every step."""
-    is_supervised = request.max_restarts > 0 or request.stall_seconds is not None
-    if launch.method is LaunchMethod.LOCAL and not is_supervised:
-        return run_local_ranks(list(launch.program), launch.ranks_per_node)
-    if launch.method is LaunchMethod.LOCAL:  # by another launcher, so that one pipe carries the output of all ranks
-        inner = ["--launcher", "local", "--nproc-per-node", str(launch.ranks_per_node), *request.options]
-        command = [sys.executable, "-m", "megatron.optimus.launch", *inner]
-        return run_with_restarts(
-            lambda hosts: run_monitored(command, env, request.stall_seconds, metrics), (), (), request.max_restarts
+def _run(launch: Launch, request: LaunchRequest, env: dict[str, str], config: RunConfig) -> int:
+    """Runs the launch with restarts."""
+    run_dir, metrics = Path(config.logging.run_dir), Path(config.logging.run_dir) / FILE_NAME
+    newest, interval = partial(_newest_step, config), config.checkpoint.save_interval
+    if launch.method is LaunchMethod.LOCAL:
+        unseen = 60.0 * config.parallel.distributed_timeout_minutes
+        watch = partial(
+            HangWatch, stacks=run_dir / "stacks", unseen_seconds=unseen, fixed_seconds=request.stall_seconds
         )
+        with LocalAgent(
+            launch.program,
+            launch.ranks_per_node,
+            fork_server=ForkServer(config.parallel.device.value),
+            argv=request.options,
+            hangs=None if request.stall_seconds == 0 else watch,
+        ) as agent:
+            hint = "" if request.max_restarts else "; --max-restarts N would start them again by itself"
+            nodes = NodePool((), 0, launch.ranks_per_node)
+            attempt = partial(run_local, agent, metrics, hint)
+            return run_with_restarts(lambda _: attempt(), nodes, request.max_restarts, newest, interval)
     with tempfile.TemporaryDirectory(prefix="optimus-launch-") as folder:
         hostfile = Path(folder) / "hosts"
 
@@ -122,9 +139,24 @@ def _run(launch: Launch, request: LaunchRequest, env: dict[str, str], metrics: P
             command = launch.command(hosts, str(hostfile))
             # By the environment: other users can read a command line.
             variables = {environment.RENDEZVOUS_TOKEN: secrets.token_hex(16), **env, **launch.environment(hosts)}
-            return run_monitored(command, variables, request.stall_seconds, metrics)
+            return run_monitored(command, variables, request.stall_seconds or None, metrics)
 
-        return run_with_restarts(attempt_on, launch.hosts, launch.spares, request.max_restarts)
+        hosts = [*launch.hosts, *launch.spares]
+        nodes = NodePool(hosts, len(launch.hosts), launch.ranks_per_node, run_dir / BAD_NODES)
+        return run_with_restarts(attempt_on, nodes, request.max_restarts, newest, interval)
+
+
+def _newest_step(config: RunConfig) -> int:
+    """Returns the step of the newest full checkpoint; -1 where there is none, or the folder cannot be read.
+
+    The package of checkpoints imports torch, for which a launcher does not wait; hence the names are read here.
+    """
+    folder = Path(config.checkpoint.save or Path(config.logging.run_dir) / "checkpoints")
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return -1
+    return max((int(found[1]) for found in map(_CHECKPOINT.fullmatch, names) if found), default=-1)
 
 
 def _describe(launch: Launch, run: Run) -> str:
@@ -166,8 +198,11 @@ def _parser() -> Parser:
     result.add_argument("--cpu-bind", metavar="TEXT", help=cores)
     restarts = "restarts after a failure, on spare nodes if there are any (default: 0)"
     result.add_argument("--max-restarts", type=whole_number(0), metavar="N", default=0, help=restarts)
-    stall = "seconds without output after which the ranks are stopped (default: never)"
-    result.add_argument("--stall-timeout", type=whole, metavar="SECONDS", help=stall)
+    stall = (
+        "seconds without progress, on several nodes without output, after the first step, after which the ranks are "
+    )
+    stall += "stopped; 0: never (default: learned from the steps on one machine, never on several)"
+    result.add_argument("--stall-timeout", type=whole_number(0), metavar="SECONDS", help=stall)
     dry_run = "print the command, its environment and what the run would be, then stop"
     result.add_argument("--dry-run", action="store_true", help=dry_run)
     return result

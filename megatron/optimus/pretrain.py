@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron.optimus.platform import missing_packages, signals
 
@@ -25,7 +25,7 @@ if __name__ == "__main__":
     signals.end_on_sigint()
     sys.excepthook = missing_packages.excepthook
 
-from megatron.optimus.checkpoint.errors import CheckpointError
+from megatron.optimus.checkpoint.errors import CheckpointError, SaveError
 from megatron.optimus.config.checks import check, check_trainable
 from megatron.optimus.config.load import load
 from megatron.optimus.config.schema import ConfigError, Device, RunConfig, TokenizerType
@@ -41,29 +41,38 @@ from megatron.optimus.describe import describe
 from megatron.optimus.models.huggingface.architectures import export_notice
 from megatron.optimus.models.huggingface.config import take_from_hf
 from megatron.optimus.platform import device as devices
-from megatron.optimus.platform import environment, log, older_stacks, process_groups, seeding
+from megatron.optimus.platform import environment, exit_codes, heartbeat, log, older_stacks, process_groups, seeding
 from megatron.optimus.platform.environment import RankEnvironment
 from megatron.optimus.platform.memory import OutOfMemory, needs_memory
 from megatron.optimus.platform.mesh import Mesh
 from megatron.optimus.platform.process_exit import run_program
-from megatron.optimus.platform.ranks import REPORTED_BY_ANOTHER_RANK, Ranks
+from megatron.optimus.platform.ranks import FAILED_ERRNO, REPORTED_BY_ANOTHER_RANK, Ranks
 from megatron.optimus.platform.startup import StartupClock
-from megatron.optimus.training.health import TrainingError
+from megatron.optimus.training.health import NumericError, TrainingError
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron.optimus.inference.in_training import TasksInTraining
 
 logger = logging.getLogger("optimus")
+# Of a disk or file system, not of the user: full, broken, gone.
+_STORAGE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE, errno.ETIMEDOUT, errno.ENODEV)
 USER_ERRORS = (ConfigError, DataError, CheckpointError, TrainingError)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line.
 
-    Returns the exit code: 0; 2 for an error of the user's, which one line explains; 1 where another rank has ended,
-    which one line says too; 128 + n for signal n.
+    Returns the exit code: 0; 2 for an error of the user's, which one line explains, as it does 3 for a disk's and 4 for
+    one of the numbers (platform/exit_codes.py); 1 where another rank has ended, which one line says too; 128 + n for
+    signal n.
     """
     rank, met_others = 0, False
     try:
         launch = environment.detect()
         rank = launch.rank
+        heartbeat.connect(rank)
         run = load(argv, take_from_hf=take_from_hf)
         if run.dry_run:
             if launch.rank == 0:
@@ -83,18 +92,23 @@ def main(argv: Sequence[str] | None = None) -> int:
             log.print_error(error)
         elif met_others and not getattr(error, REPORTED_BY_ANOTHER_RANK, False):  # else another rank prints it
             log.print_error(error, f"error on rank {rank}")
-        return 2
+        return _exit_code(error)
     except RuntimeError as error:
         if (reason := process_groups.lost_peer_reason(error)) is None:
             raise
-        sys.stderr.write(
-            f"error on rank {rank}: another rank has ended ({reason}); that rank or the launcher says why, and the "
-            "same command resumes from the newest checkpoint\n"
-        )
+        sys.stderr.write(f"error on rank {rank}: {reason}; the same command resumes from the newest checkpoint\n")
         return 1
     except KeyboardInterrupt:  # before the first step or after the last; in between the trainer saves and ends the run
         sys.stderr.write("interrupted\n" if rank == 0 else "")
         return 128 + signal.SIGINT
+
+
+def _exit_code(error: BaseException) -> int:
+    """The exit code of an error that one line explains: whether the launcher may start the run again."""
+    if isinstance(error, NumericError):
+        return exit_codes.NUMERIC_ERROR
+    is_storage = isinstance(error, SaveError) or getattr(error, FAILED_ERRNO, 0) in _STORAGE_ERRNOS
+    return exit_codes.STORAGE_ERROR if is_storage else exit_codes.USER_ERROR
 
 
 def _report(error: BaseException, rank: int, text: str) -> None:
@@ -147,13 +161,7 @@ def pretrain(config: RunConfig, launch: RankEnvironment, notice: str = "", *, ve
         from megatron.optimus.training.evaluate import evaluate
         from megatron.optimus.training.trainer import Trainer
 
-    devices.set_device(device)
-    older_stacks.load_ipex()
-    devices.check_dtype(device, DTYPES[config.training.params_dtype])
-    logger.info("%s", devices.start_line(device, config.parallel.distributed_backend))
-    devices.set_cpu_threads(launch)
-    devices.set_deterministic(config.training.deterministic)
-    seeding.seed_all(config.training.seed)
+    _set_up_device(config, launch, device)
     timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
     with startup.phase("process_group", f"waiting until all {launch.world_size} ranks have joined"):
         process_groups.init(launch, device, config.parallel.distributed_backend, timeout)
@@ -181,13 +189,7 @@ def pretrain(config: RunConfig, launch: RankEnvironment, notice: str = "", *, ve
             evaluate(run)
             code = 0
         else:
-            tasks = None
-            if config.training.eval_task_names:
-                from megatron.optimus.inference.in_training import TasksInTraining  # lm_eval, which takes seconds
-
-                with startup.phase("tasks", "loading the tasks of lm-eval's harness"):
-                    tasks = TasksInTraining(run)
-            trainer = Trainer(run, tasks)
+            trainer = Trainer(run, _tasks(run))
             code = trainer.fit()
             trainer.close()
     except BaseException:
@@ -195,6 +197,26 @@ def pretrain(config: RunConfig, launch: RankEnvironment, notice: str = "", *, ve
         raise
     shutdown_engine()
     return code
+
+
+def _set_up_device(config: RunConfig, launch: RankEnvironment, device: torch.device) -> None:
+    devices.set_device(device)
+    older_stacks.load_ipex()
+    devices.check_dtype(device, DTYPES[config.training.params_dtype])
+    logger.info("%s", devices.start_line(device, config.parallel.distributed_backend))
+    devices.set_cpu_threads(launch)
+    devices.set_deterministic(config.training.deterministic)
+    seeding.seed_all(config.training.seed)
+
+
+def _tasks(run: RunContext) -> TasksInTraining | None:
+    """The tasks of ``eval_tasks``, if there are any."""
+    if not run.config.training.eval_task_names:
+        return None
+    from megatron.optimus.inference.in_training import TasksInTraining  # lm_eval, which takes seconds
+
+    with run.startup.phase("tasks", "loading the tasks of lm-eval's harness"):
+        return TasksInTraining(run)
 
 
 def _check_same(config: RunConfig, ranks: Ranks) -> None:

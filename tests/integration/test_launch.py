@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron.optimus.launch import main
-from megatron.optimus.launcher.supervisor import run_local_ranks
+from megatron.optimus.launcher.agent import run_local_ranks
 from tests.integration.conftest import ROOT, TINY, environment
 
 
@@ -52,7 +52,7 @@ def test_termination_reaches_the_ranks() -> None:
     words = [
         sys.executable,
         "-c",
-        f"from megatron.optimus.launcher.supervisor import run_local_ranks; import sys; {start}",
+        f"from megatron.optimus.launcher.agent import run_local_ranks; import sys; {start}",
     ]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, env=environment())
     assert process.stdout is not None
@@ -62,28 +62,10 @@ def test_termination_reaches_the_ranks() -> None:
     assert process.wait(timeout=20) == 128 + signal.SIGTERM
 
 
-def test_a_signal_to_one_rank_saves_the_step_on_all(tmp_path: Path, tokens: Path) -> None:
-    command = [sys.executable, "-m", "megatron.optimus.launch", "--nproc-per-node", "2", *TINY, "--save-interval", "0"]
-    command += ["--train-iters", "2000", "--data-path", str(tokens), "--run-dir", str(tmp_path)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment())
-    assert process.stdout is not None
-    lines = []
-    for line in process.stdout:
-        lines.append(line)
-        if line.startswith("step=2 "):
-            children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-            os.kill(int(children[1]), signal.SIGTERM)  # not rank 0, which writes the log
-    assert process.wait(timeout=60) == 128 + signal.SIGTERM, "".join(lines)
-    last = max(int(line.split()[0].removeprefix("step=")) for line in lines if line.startswith("step="))
-    assert f"asked to stop: saving step {last}" in "".join(lines)
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [f"step-{last:08}"]
-    assert "Traceback" not in "".join(lines)
-
-
 def test_no_rank_outlives_the_launcher(tmp_path: Path) -> None:
     rank = "import os, time; os.write(1, b'%d\\n' % os.getpid()); time.sleep(60)"  # whole lines, also unbuffered
     start = f"run_local_ranks({[sys.executable, '-c', rank]}, 2)"
-    words = [sys.executable, "-c", f"from megatron.optimus.launcher.supervisor import run_local_ranks; {start}"]
+    words = [sys.executable, "-c", f"from megatron.optimus.launcher.agent import run_local_ranks; {start}"]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment())
     assert process.stdout is not None
     pids = [int(process.stdout.readline()) for _ in range(2)]

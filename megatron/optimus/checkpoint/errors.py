@@ -7,6 +7,10 @@ class CheckpointError(ValueError):
     """A checkpoint cannot be written, found, read or trusted. The message names the file or field and the remedy."""
 
 
+class SaveError(CheckpointError):
+    """A checkpoint could not be written. The state is not wrong: another attempt or another node may write it."""
+
+
 class UnknownVersionError(CheckpointError):
     """A checkpoint is whole, but of a format that this program does not read. No older one may silently replace it."""
 

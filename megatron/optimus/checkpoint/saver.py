@@ -31,7 +31,7 @@ import torch
 import xxhash
 
 from megatron.optimus.checkpoint import commit
-from megatron.optimus.checkpoint.errors import CheckpointError
+from megatron.optimus.checkpoint.errors import CheckpointError, SaveError
 from megatron.optimus.checkpoint.manifest import MANIFEST_NAME, Manifest, StoredPiece
 from megatron.optimus.checkpoint.save_plan import FILES_PER_NODE, SavePlan, make_plan, pieces_of
 from megatron.optimus.checkpoint.slices import TensorSlice
@@ -298,7 +298,7 @@ class Saver:
         failure = self._ranks.decode_failure(code)
         assert failure is not None
         error = job.task.error if job.task is not None else None
-        raise self._ranks.failure_error(failure, error, self._task(job.header), CheckpointError) from error
+        raise self._ranks.failure_error(failure, error, self._task(job.header), SaveError) from error
 
     def _task(self, header: Manifest) -> str:
         return f"saving step {header.step} to {self._named}"

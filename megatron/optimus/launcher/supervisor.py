@@ -1,23 +1,18 @@
-"""Runs the ranks: starts them on this machine, or runs the launch command and restarts it after a failure.
+"""Restarts a run after a failure, and runs the command that starts its ranks on several nodes.
 
-Ranks on this machine get torchrun's variables and share this terminal. When one fails the others are stopped, and its
-exit code becomes the launcher's. A signal to the launcher goes to all ranks, which save and leave; they do not outlive
-the launcher either.
-
-A failure on thousands of nodes is often one bad node. Where the output names nodes as lost, those are replaced by
-spares; where it names none, as in a hang, each attempt replaces the next node in order. Exit code 2 is a mistake in the
-command line or the data: the next attempt would fail too, so it ends the launch. Some launch methods return the code of
-a rank that they stopped instead, so two attempts in a row without a training step end the launch too.
+A failure on thousands of nodes is often one bad node. Nodes that the output names, and nodes that a check finds bad
+(nodes.py), are replaced by spares. Exit code 2 is a mistake in the command line or the data: the next attempt would
+fail too, so it ends the launch. Attempts that make no progress end it too: two in a row without a training step, two
+with the same numeric error, five without a new checkpoint. Progress is a new checkpoint, as a step that was not saved
+is done again. The next attempt starts at once after the first failure since a checkpoint, then after pauses that grow.
 """
 
 from __future__ import annotations
 
 import collections
-import ctypes
 import logging
 import os
 import re
-import secrets
 import signal
 import subprocess
 import sys
@@ -29,173 +24,99 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from megatron.optimus.platform import environment, files
+from megatron.optimus.launcher.agent import LocalAgent
+from megatron.optimus.launcher.nodes import NodePool
+from megatron.optimus.platform import files, parent_death
+from megatron.optimus.platform.exit_codes import NUMERIC_ERROR, STALLED, USER_ERROR
 
 logger = logging.getLogger("optimus")
 
-USER_ERROR = 2  # exit code of a rank that has printed what is wrong with the command line or the data
-STALLED = 124  # as GNU timeout
-_PR_SET_PDEATHSIG = 1  # prctl(2)
-_RANK_GRACE_SECONDS = 10.0  # for the other ranks to leave by themselves, where all received the signal
 _KEPT_LINES = 400
 _GRACE_SECONDS = 15.0
 _LONGEST_PAUSE = 60.0
-
-# What PALS, SLURM and Open MPI write when a node (not merely a process on it) is gone.
-_LOST_NODE = (
-    r"(?P<host>[\w.-]+): shepherd died from signal",
-    r"ping failed on [\w.-]+: No reply from (?P<host>[\w.-]+)",
-    r"error: Node failure on (?P<host>[\w.\[\],-]+)",
-    r"lost communication with (?:a )?(?:daemon|host|node)[^\n]*?(?:host|node):?\s+(?P<host>[\w.-]+)",
-)
+_MOST_WITHOUT_STEP, _MOST_NUMERIC, _MOST_WITHOUT_SAVE = 2, 2, 5  # attempts in a row
+# What ranks print: process_groups.lost_peer_reason and Trainer.
+_SURVIVOR = re.compile(r"error on rank (\d+): another rank has ended")
+_ASKED_TO_STOP = re.compile(r"asked to stop: saving step \d+")
+_STOP_CODES = tuple(128 + number for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
 
 
 @dataclass(frozen=True)
 class AttemptResult:
     """How one attempt to run ended."""
 
-    code: int  # exit code; STALLED if it was stopped because it printed nothing
-    last_lines: tuple[str, ...]
-    interrupted: bool  # the launcher received a stop signal
-    has_trained: bool  # at least one training step was done
-
-
-def run_local_ranks(command: list[str], num_ranks: int) -> int:
-    """Runs ``command`` once per rank on this machine; returns 0, or the exit code of the first rank that failed."""
-    port, token = environment.free_port(), secrets.token_hex(16)
-    ranks: list[subprocess.Popen[bytes]] = []
-    received: list[int] = []
-
-    def forward(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-        for process in ranks:
-            if process.poll() is None:
-                process.send_signal(number)
-
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # of a job in the background: it stays so
-            signal.signal(number, forward)
-    prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux
-    for rank in range(num_ranks):
-        if received:
-            break
-        env = environment.for_local_rank(rank, num_ranks, port, token)
-        # Ranks get SIGTERM when the launcher dies, even by kill -9.
-        before_exec = None if prctl is None else lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        ranks.append(subprocess.Popen(command, env=env, preexec_fn=before_exec))  # noqa: PLW1509 - one C call, no lock
-    while True:
-        codes = [process.poll() for process in ranks]
-        failed = [(code, rank) for rank, code in enumerate(codes) if code]
-        if failed:
-            _stop_ranks(ranks, _RANK_GRACE_SECONDS if received else 0.5)
-            code, rank = min(failed)  # a killed rank (negative code) before those that lost it
-            return _signal_exit_code(received[0]) if received and code != USER_ERROR else _failed_exit_code(code, rank)
-        if all(code == 0 for code in codes):
-            return 0 if len(ranks) == num_ranks else _signal_exit_code(received[0])
-        time.sleep(0.1)
-
-
-def _failed_exit_code(code: int, rank: int) -> int:
-    """Prints which rank ended the run unless it has printed its error; returns the launcher's exit code."""
-    if code == USER_ERROR:
-        return code
-    how = f"exit code {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
-    sys.stderr.write(
-        f"error: rank {rank} ended with {how} and the other ranks were stopped; the same command resumes from the "
-        "newest checkpoint\n"
-    )
-    return code if code > 0 else 128 - code  # as shells report signals
-
-
-def _signal_exit_code(number: int) -> int:
-    """Prints which signal ended the run; returns the exit code that shells give a signal."""
-    name = signal.Signals(number).name
-    sys.stderr.write(f"stopped by {name}; the same command resumes from the newest checkpoint\n")
-    return 128 + number
-
-
-def _stop_ranks(ranks: list[subprocess.Popen[bytes]], grace_seconds: float) -> None:
-    """Kills the ranks that still run after ``grace_seconds``: one that lost its peers would wait for a time-out.
-
-    The grace is for ranks that fail together with the first one to print their message. SIGTERM would be useless: a
-    rank handles it at the end of a step, which will not come.
-    """
-    deadline = time.monotonic() + grace_seconds
-    for process in ranks:
-        try:
-            process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-def lost_hosts(lines: Sequence[str], hosts: Sequence[str]) -> list[str]:
-    """Returns those of ``hosts`` that the output names as lost, compared without their domains."""
-    named = {match["host"].split(".")[0] for line in lines for p in _LOST_NODE for match in re.finditer(p, line)}
-    return [host for host in hosts if host.split(".")[0] in named]
-
-
-def replace_hosts(
-    hosts: Sequence[str], spares: Sequence[str], lost: Sequence[str], attempt: int
-) -> tuple[list[str], list[str]]:
-    """Returns (hosts, spares) for the next attempt.
-
-    Args:
-        hosts: nodes of the attempt that failed.
-        spares: nodes not in use.
-        lost: nodes named as lost; each is replaced by a spare and not used again. If empty, host number ``attempt``
-            modulo their count changes places with the first spare.
-        attempt: number of the attempt that failed, from 0.
-    """
-    active, waiting = list(hosts), list(spares)
-    for host in lost or [hosts[attempt % len(hosts)]]:
-        if not waiting:
-            break
-        active[active.index(host)] = waiting.pop(0)
-        if not lost:
-            waiting.append(host)
-    return active, waiting
+    code: int  # exit code; STALLED if it was stopped because it made no progress
+    last_lines: tuple[str, ...] = ()
+    interrupted: bool = False  # the launcher received a stop signal, or a rank did and all saved and left
+    has_trained: bool = False  # at least one training step was done
+    survivors: frozenset[int] = frozenset()  # ranks that reported the loss of a peer
 
 
 def run_with_restarts(
-    attempt_on: Callable[[Sequence[str]], AttemptResult], hosts: Sequence[str], spares: Sequence[str], max_restarts: int
+    attempt_on: Callable[[Sequence[str]], AttemptResult],
+    nodes: NodePool,
+    max_restarts: int,
+    newest_step: Callable[[], int] = lambda: -1,
+    save_interval: int = 0,
 ) -> int:
-    """Runs attempts with a growing pause between them, and returns the exit code of the last.
-
-    The last one succeeds, ends with USER_ERROR, is interrupted by a signal, uses up ``max_restarts``, or is the second
-    in a row without a training step.
+    """Runs attempts until one succeeds or a further one would be useless, and returns the exit code of the last.
 
     Args:
         attempt_on: runs one attempt on the nodes given and returns how it ended.
-        hosts: nodes of the first attempt; empty where there are none to replace.
-        spares: nodes to replace lost ones (``replace_hosts``).
+        nodes: the nodes, of which bad ones are exchanged after a failure.
         max_restarts: attempts after the first.
+        newest_step: the step of the newest checkpoint; -1 without one.
+        save_interval: of the run, for the message.
     """
-    had_trained = True
+    without_step = without_save = numeric = 0
     for attempt in range(max_restarts + 1):
-        outcome = attempt_on(hosts)
+        before = newest_step()
+        outcome = attempt_on(nodes.hosts)
+        has_saved = newest_step() > before
+        if has_saved:
+            without_save = numeric = 0
+            nodes.after_progress()
         if outcome.code in (0, USER_ERROR) or outcome.interrupted or attempt == max_restarts:
             return outcome.code
-        if not (had_trained or outcome.has_trained):
-            logger.error(
-                "two attempts in a row ended with code %d before the first step: not started again", outcome.code
+        without_step = 0 if outcome.has_trained else without_step + 1
+        without_save += 1
+        numeric = numeric + 1 if outcome.code == NUMERIC_ERROR else 0
+        reason = ""
+        if without_step == _MOST_WITHOUT_STEP:
+            reason = f"two attempts in a row ended with code {outcome.code} before the first step"
+        elif numeric == _MOST_NUMERIC:
+            reason = "two attempts ended with the same numeric error since the newest checkpoint"
+        elif without_save == _MOST_WITHOUT_SAVE:
+            found = f"checkpoint after that of step {before}" if before >= 0 else "first checkpoint"
+            reason = (
+                f"{without_save} attempts in a row ended before the {found}, with save_interval={save_interval}; "
+                "choose a smaller --save-interval"
             )
+        if reason:
+            logger.error("%s: not started again", reason)
             return outcome.code
-        had_trained = outcome.has_trained
-        lost = lost_hosts(outcome.last_lines, hosts)
-        hosts, spares = replace_hosts(hosts, spares, lost, attempt) if hosts else (hosts, spares)
-        pause = min(5.0 * 2**attempt, _LONGEST_PAUSE)
+        pause = 0.0 if without_save == 1 else min(5.0 * 2 ** (without_save - 2), _LONGEST_PAUSE)
+        found = nodes.after_failure(outcome.last_lines, outcome.survivors)
         logger.warning(
-            "attempt %d ended with code %d (%s); the next one starts in %.0f s and resumes from the newest checkpoint; "
-            "%d spare nodes are left",
+            "attempt %d ended with code %d%s; the next one starts %s and resumes from the newest checkpoint%s",
             attempt + 1,
             outcome.code,
-            f"lost nodes: {', '.join(lost)}" if lost else "no node was named",
-            pause,
-            len(spares),
+            f" ({found})" if found else "",
+            f"in {pause:.0f} s" if pause else "now",
+            f"; {len(nodes.spares)} spare nodes are left" if nodes.hosts else "",
         )
         time.sleep(pause)
     raise AssertionError("the last attempt returns")
+
+
+def run_local(agent: LocalAgent, metrics: Path, hint: str) -> AttemptResult:
+    """Runs one attempt of all ranks on this machine; ``hint`` ends the line about a rank that hangs."""
+    steps = _StepMonitor(metrics)
+    result = agent.run(steps.update)
+    steps.update()
+    if result.hang:
+        logger.error("%s; all ranks are ended%s", result.hang, hint)
+    return AttemptResult(result.code, (), result.interrupted or result.was_asked, steps.has_trained)
 
 
 class _StepMonitor:
@@ -226,7 +147,9 @@ class _StepMonitor:
 def run_monitored(
     command: Sequence[str], env: dict[str, str], stall_seconds: float | None, metrics: Path
 ) -> AttemptResult:
-    """Runs a command, prints its output, and stops it after ``stall_seconds`` without a line of output.
+    """Runs a command, prints its output, and stops it where it has printed nothing for ``stall_seconds``.
+
+    The time counts from the first training step on: a start prints little and may take long.
 
     Args:
         command: the command line.
@@ -235,11 +158,20 @@ def run_monitored(
         metrics: the file to which the run appends a line for each step.
     """
     steps = _StepMonitor(metrics)
+    before_exec = parent_death.signal_setter(signal.SIGTERM)  # mpiexec and srun pass it on to the ranks
     process = subprocess.Popen(
-        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+        command,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        preexec_fn=before_exec,  # noqa: PLW1509 - C calls, no lock
     )
     interrupted, previous = _forward_signals(process)
     lines: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
+    survivors: set[int] = set()
+    was_asked = [False]
     last = [time.monotonic()]
 
     def print_output() -> None:
@@ -247,6 +179,8 @@ def run_monitored(
         for line in process.stdout:
             last[0] = time.monotonic()
             lines.append(line)
+            survivors.update(int(match[1]) for match in _SURVIVOR.finditer(line))
+            was_asked[0] |= _ASKED_TO_STOP.search(line) is not None
             sys.stdout.write(line)
             sys.stdout.flush()
 
@@ -256,6 +190,8 @@ def run_monitored(
     while process.poll() is None:
         time.sleep(0.1)
         steps.update()
+        if not steps.has_trained:
+            last[0] = time.monotonic()
         if stall_seconds is not None and time.monotonic() - last[0] > stall_seconds:
             logger.warning("no output for %.0f s: stopping the ranks", stall_seconds)
             stalled = True
@@ -265,7 +201,9 @@ def run_monitored(
     for number, handler in previous.items():  # between attempts a signal ends the launcher
         signal.signal(number, handler)
     code = STALLED if stalled else process.returncode
-    return AttemptResult(code if code >= 0 else 128 - code, tuple(lines), interrupted[0], steps.has_trained)
+    code = code if code >= 0 else 128 - code
+    is_wanted = interrupted[0] or (was_asked[0] and code in _STOP_CODES)
+    return AttemptResult(code, tuple(lines), is_wanted, steps.has_trained, frozenset(survivors))
 
 
 def _forward_signals(process: subprocess.Popen[str]) -> tuple[list[bool], dict[int, Any]]:

@@ -74,6 +74,17 @@ def device_count(kind: str) -> int:
     return int(module.device_count()) if module.is_available() else 0
 
 
+def kind_without_opening() -> str:
+    """Returns what ``default_kind`` will find in a process forked from this one, without opening a device here.
+
+    CUDA and Level Zero do not survive a fork. The kernel's device files say which accelerator a machine has.
+    """
+    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
+    if not is_hidden and os.path.exists("/dev/nvidiactl" if torch.version.cuda else "/dev/kfd"):
+        return "cuda" if torch.version.cuda or torch.version.hip else "cpu"
+    return "xpu" if hasattr(torch, "xpu") and torch.xpu._is_compiled() and os.path.exists("/dev/dri") else "cpu"
+
+
 def device_for_rank(device: Device, local_rank: int) -> torch.device:
     """Returns the device of this rank; ``auto`` prefers cuda, then xpu, then cpu.
 

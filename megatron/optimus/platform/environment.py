@@ -34,6 +34,7 @@ _LOCAL_RANK = ("LOCAL_RANK", "PALS_LOCAL_RANKID", "OMPI_COMM_WORLD_LOCAL_RANK", 
 _LOCAL_SIZE = ("LOCAL_WORLD_SIZE", "PALS_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "PMI_LOCAL_SIZE")
 _DEFAULT_PORT = 29500
 RENDEZVOUS_TOKEN = "OPTIMUS_RENDEZVOUS_TOKEN"  # a secret of the run; `optimus launch` makes one
+AGENT_FOLDER = "OPTIMUS_AGENT_FOLDER"  # where the launcher on this machine reads the heartbeats of its ranks
 
 
 class Launcher(str, Enum):
@@ -163,6 +164,18 @@ def import_path() -> dict[str, str]:
 def rendezvous_token() -> str | None:
     """Returns the secret under which the ranks of this run meet; None where the launcher gave none."""
     return os.environ.get(RENDEZVOUS_TOKEN) or None
+
+
+def agent_folder() -> Path | None:
+    """Returns the folder of heartbeats; None without a launcher on this machine that reads them."""
+    named = os.environ.get(AGENT_FOLDER)
+    return Path(named) if named else None
+
+
+def replace(variables: Mapping[str, str]) -> None:
+    """Makes ``variables`` the environment of this process, for one that was forked before they were known."""
+    os.environ.clear()
+    os.environ.update(variables)
 
 
 def has_torchrun_store() -> bool:

@@ -63,14 +63,23 @@ def init(launch: RankEnvironment, device: torch.device, backend: Backend, timeou
 
 # What gloo and NCCL say where the process at the other end is gone.
 _GONE = ("Connection reset by peer", "Connection closed by peer", "Broken pipe", "remote process exited")
+# What they say where it does not answer any more, by the option distributed_timeout_minutes.
+_TIMED_OUT = ("Timed out waiting", "timed out", "Watchdog caught collective operation timeout")
 
 
 def lost_peer_reason(error: RuntimeError) -> str | None:
-    """Returns the reason in a collective's error if it failed because another rank has ended; None for other errors."""
+    """Returns what a collective's error says of another rank, which has ended or hangs; None for other errors."""
     text = str(error)
     if "gloo" not in text and not isinstance(error, dist.DistError):
         return None
-    return next((reason for reason in _GONE if reason in text), None)
+    if reason := next((reason for reason in _GONE if reason in text), None):
+        return f"another rank has ended ({reason}); that rank or the launcher says why"
+    if any(words in text for words in _TIMED_OUT):
+        return (
+            "another rank did not take part in a collective within distributed_timeout_minutes; it hangs, was stopped, "
+            "or its node is gone (py-spy dump --pid shows where a rank is)"
+        )
+    return None
 
 
 def shutdown() -> None:

@@ -19,6 +19,7 @@ from megatron.optimus.platform import memory
 
 # Attribute of an error: True on every rank but the first that failed, whose message is the one to print.
 REPORTED_BY_ANOTHER_RANK = "optimus_reported_by_another_rank"
+FAILED_ERRNO = "optimus_errno"  # attribute of an error: the errno of the first rank that failed, 0 for another error
 NO_FAILURE = 1 << 62
 _ERRNO_LIMIT = 1 << 12
 T = TypeVar("T")
@@ -181,4 +182,5 @@ class Ranks:
             rank, reason = first, os.strerror(number) if number else "see the message of that rank"
         raised = error_type(f"{task} failed on rank {rank}: {reason}")
         setattr(raised, REPORTED_BY_ANOTHER_RANK, self.rank != first)
+        setattr(raised, FAILED_ERRNO, number)
         return raised

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from megatron.optimus.platform import heartbeat
+
 logger = logging.getLogger("optimus")
 
 SILENT_SECONDS = 2.0  # a phase that lasts longer says what it does
@@ -39,6 +41,7 @@ class StartupClock:
             doing: for the log, where the work takes longer than two seconds ("reading the checkpoint").
         """
         self._charge()
+        heartbeat.beat(f"start-up: {doing or name}")
         self._phases.append(name)
         self._line.cancel()  # what encloses this phase says less
         self._line = line = threading.Timer(SILENT_SECONDS, logger.info, ("%s ...", doing))

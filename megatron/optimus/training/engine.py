@@ -40,6 +40,7 @@ from megatron.optimus.training.kernel_tuning import select_tiles
 
 own_optimizer = deepspeed_ext.optimizers.own_optimizer
 Engine = deepspeed_ext.EPEngine
+import_ahead = deepspeed_ext.import_ahead  # torch's compiler and what the first optimizer needs
 TrainingState = deepspeed_ext.EPZeroOptimizer | deepspeed_ext.Stage3States  # what a checkpoint reads and writes
 
 ParamGroup = dict[str, Any]
@@ -172,7 +173,7 @@ def build_model(run: RunContext) -> Decoder:
     total, own = count_parameters(config.model).total, sum(weight.numel() for weight in model.parameters())
     doing = f"drawing initial weights of {total / 1e6:,.0f} M parameters, {own / 1e6:,.0f} M of them on this rank"
     with run.startup.phase("weights", doing), ThreadPoolExecutor(1) as pool:
-        imported = pool.submit(deepspeed_ext.import_ahead)  # beside the threads that draw
+        imported = pool.submit(import_ahead)  # beside the threads that draw
         initialize_weights(model, seed=config.training.seed, device=run.device, dtype=run.dtype)
         imported.result()
     register_gradient_sums(model, mesh)

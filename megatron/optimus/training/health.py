@@ -54,6 +54,10 @@ class TrainingError(RuntimeError):
     """Training cannot go on; the message says why and what to do."""
 
 
+class NumericError(TrainingError):
+    """Gradients were not finite, or far too large, in several steps in a row."""
+
+
 class RecentValues:
     """The last finite values of a number that every step has."""
 
@@ -180,7 +184,7 @@ class Health:
         self.grad_norms.add(step, grad_norm)
         self._skipped = [*self._skipped, grad_norm] if skipped else []
         if len(self._skipped) >= MAX_SKIPPED_IN_A_ROW:
-            raise TrainingError(_broken(step, self._skipped))
+            raise NumericError(_broken(step, self._skipped))
 
     def _note(self, step: int, what: str, text: str, *, is_left_out: bool) -> None:
         """Counts a value that is out of line. The first of steps in a row is logged, _MOST_LINES times at most."""

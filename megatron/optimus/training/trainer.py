@@ -34,6 +34,7 @@ from megatron.optimus.data.loader import Batch
 from megatron.optimus.models.decoder import Decoder
 from megatron.optimus.ops import fp8
 from megatron.optimus.platform import device as devices
+from megatron.optimus.platform import heartbeat
 from megatron.optimus.platform.memory import needs_memory
 from megatron.optimus.platform.metrics import PendingTotals, Recorder
 from megatron.optimus.platform.signals import StopRequest
@@ -117,12 +118,15 @@ def train_step(
     Returns:
         The step's result; its ``read`` waits for the device.
     """
+    heartbeat.beat("forward and backward")
     quantized_once = fp8.constant_weights() if len(batches) > 1 else nullcontext()
     with record_function(FORWARD_BACKWARD), recorder.recording(), quantized_once:
         losses = schedule.forward_backward(batches, labels_per_micro_batch(batches, run.mesh))
     before_update()
+    heartbeat.beat("optimizer step")
     with record_function(OPTIMIZER_STEP):
         engine.step()
+    heartbeat.beat("sums over all ranks")
 
     # One all-reduce for the metrics of all layers and micro-batches, the load of every expert, and requests to stop.
     for loss_sum, batch in zip(losses, batches, strict=False):  # none where another pipeline stage has the loss
@@ -233,6 +237,7 @@ class Trainer:
                 raise
             finally:
                 self._log_warnings()
+        heartbeat.beat("the end of the run")
         trained, seconds = (self.first_step + 1, self.step), time.monotonic() - began
         is_stopped = self.stop_requested and self.step < self.last_step
         code = 128 + (stop.signal or signal.SIGTERM) if is_stopped else self._evaluate_test_sets()
@@ -257,6 +262,7 @@ class Trainer:
         """
         training = self.config.training
         while self._skip_steps() < self.last_step:
+            heartbeat.beat("reading the batches", self.step + 1)
             self._check_devices()
             profiler.before(self.step + 1)
             batches = self._next_batches()
@@ -289,6 +295,7 @@ class Trainer:
             is_exiting = is_exiting or self.stop_requested
             if self.stop_requested:
                 self._log_stop(stop)
+            heartbeat.beat("saving")
             self._save(is_exiting=is_exiting)
             if is_exiting:
                 break
@@ -342,6 +349,7 @@ class Trainer:
         Raises TrainingError on every rank where the run is unhealthy. Raises DataError where validation data cannot be
         read, after the step has been saved.
         """
+        heartbeat.beat("waiting for the device")
         result = queued.result.read()
         self.stop_requested = self.stop_requested or result.stop_requested
         valid_losses: dict[str, float] = {}
@@ -358,6 +366,7 @@ class Trainer:
         metrics = dataclasses.replace(self._metrics(queued, result), task_scores=scores)
         if self.run.startup.is_running:
             metrics = dataclasses.replace(metrics, startup_s=self.run.startup.finish("first_step"))
+        heartbeat.beat("logging")
         metrics_logger.log(metrics, valid_losses)
         if metrics.startup_s is not None:
             logger.info("%s", startup_line(metrics.startup_s))
@@ -378,6 +387,7 @@ class Trainer:
 
     def _evaluate(self) -> dict[str, float]:
         """The loss over every validation set, by its name."""
+        heartbeat.beat("evaluation")
         with self.clock.pause():
             return {name: loss_over(self.run, loader, self.schedule) for name, loader in self.data.valid.items()}
 

@@ -4,51 +4,24 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from megatron.optimus.launcher import supervisor
-from megatron.optimus.launcher.supervisor import (
-    STALLED,
-    AttemptResult,
-    lost_hosts,
-    replace_hosts,
-    run_monitored,
-    run_with_restarts,
-)
+from megatron.optimus.launcher.nodes import NodePool
+from megatron.optimus.launcher.supervisor import AttemptResult, run_monitored, run_with_restarts
+from megatron.optimus.platform.exit_codes import NUMERIC_ERROR, STALLED, STORAGE_ERROR
 
 HOSTS, SPARES = ["x1.a.b", "x2.a.b", "x3.a.b"], ["x8.a.b", "x9.a.b"]
 
 
-@pytest.mark.parametrize(
-    ("line", "lost"),
-    [
-        ("x2.hsn.site: shepherd died from signal 9", ["x2.a.b"]),
-        ("ping failed on x1: No reply from x3.hsn.site", ["x3.a.b"]),
-        ("srun: error: Node failure on x1", ["x1.a.b"]),
-        ("rank 2413 died from signal 11", []),  # often the victim of another node
-        ("x7.hsn.site: shepherd died from signal 9", []),  # not one of ours
-    ],
-)
-def test_nodes_named_as_lost(line: str, lost: list[str]) -> None:
-    assert lost_hosts(["step=1", line], HOSTS) == lost
-
-
-def test_lost_nodes_leave_for_good() -> None:
-    assert replace_hosts(HOSTS, SPARES, ["x2.a.b"], 0) == (["x1.a.b", "x8.a.b", "x3.a.b"], ["x9.a.b"])
-
-
-def test_without_a_name_nodes_take_turns() -> None:
-    hosts, spares = replace_hosts(HOSTS, SPARES, [], 0)
-    assert (hosts, spares) == (["x8.a.b", "x2.a.b", "x3.a.b"], ["x9.a.b", "x1.a.b"])
-    assert replace_hosts(hosts, spares, [], 1)[0] == ["x8.a.b", "x9.a.b", "x3.a.b"]
-
-
-def test_without_spares_the_nodes_stay() -> None:
-    assert replace_hosts(HOSTS, [], ["x2.a.b"], 0) == (HOSTS, [])
+def pool() -> NodePool:
+    return NodePool([*HOSTS, *SPARES], len(HOSTS), 1)
 
 
 class Attempts:
@@ -67,10 +40,45 @@ def ended(code: int, *lines: str, interrupted: bool = False, has_trained: bool =
     return AttemptResult(code, lines, interrupted, has_trained)
 
 
+class Checkpoints:
+    """Tells the steps of the newest checkpoint before and after each attempt."""
+
+    def __init__(self, *steps: int) -> None:
+        self.steps = [step for step in steps for _ in range(2)][1:]
+
+    def __call__(self) -> int:
+        return self.steps.pop(0) if len(self.steps) > 1 else self.steps[0]
+
+
 def test_two_attempts_without_a_step_end_it() -> None:
     attempts = Attempts(ended(1), ended(9, has_trained=False), ended(9, has_trained=False), ended(0))
-    assert run_with_restarts(attempts, HOSTS, SPARES, max_restarts=20) == 9
+    assert run_with_restarts(attempts, pool(), max_restarts=20) == 9
     assert len(attempts.nodes) == 3
+
+
+def test_attempts_that_never_reach_a_checkpoint_end_it(caplog: pytest.LogCaptureFixture) -> None:
+    """A run that is killed within its save interval trains steps in every attempt, and would begin again for ever."""
+    attempts = Attempts(*[ended(137)] * 20)
+    assert run_with_restarts(attempts, NodePool((), 0, 1), 19, Checkpoints(-1), save_interval=500) == 137
+    assert len(attempts.nodes) == 5
+    assert "before the first checkpoint, with save_interval=500; choose a smaller --save-interval" in caplog.text
+
+
+def test_the_pause_begins_anew_after_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr(supervisor, "_LONGEST_PAUSE", 12.0)
+    monkeypatch.setattr(supervisor.time, "sleep", pauses.append)
+    attempts = Attempts(*[ended(137)] * 8, ended(0))
+    # A new checkpoint in the first attempt, none in the next three, one in every further attempt.
+    assert run_with_restarts(attempts, NodePool((), 0, 1), 8, Checkpoints(-1, 5, 5, 5, 5, 10, 15, 20, 25, 30)) == 0
+    assert pauses == [0, 5, 10, 12, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(("code", "attempts_made"), [(NUMERIC_ERROR, 2), (STORAGE_ERROR, 4)])
+def test_a_full_disk_is_tried_again_and_the_same_wrong_numbers_once(code: int, attempts_made: int) -> None:
+    attempts = Attempts(*[ended(code)] * 3, ended(0))
+    assert run_with_restarts(attempts, NodePool((), 0, 1), 9) == (code if attempts_made == 2 else 0)
+    assert len(attempts.nodes) == attempts_made
 
 
 WRITES = "import sys, time; file = open(sys.argv[1], sys.argv[2]); "
@@ -115,24 +123,24 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_goes_on_with_a_spare_until_it_succeeds() -> None:
     attempts = Attempts(ended(1, "x2: shepherd died from signal 9"), ended(STALLED), ended(0))
-    assert run_with_restarts(attempts, HOSTS, SPARES, max_restarts=5) == 0
+    assert run_with_restarts(attempts, pool(), max_restarts=5) == 0
     assert attempts.nodes == [
         ["x1.a.b", "x2.a.b", "x3.a.b"],
         ["x1.a.b", "x8.a.b", "x3.a.b"],
-        ["x1.a.b", "x9.a.b", "x3.a.b"],
+        ["x1.a.b", "x8.a.b", "x3.a.b"],  # nobody was named: most failures are not a node's
     ]
 
 
 @pytest.mark.parametrize("last", [ended(2), ended(143, interrupted=True)])
 def test_ends_on_a_users_mistake_or_wish(last: AttemptResult) -> None:
     attempts = Attempts(last)
-    assert run_with_restarts(attempts, HOSTS, SPARES, max_restarts=5) == last.code
+    assert run_with_restarts(attempts, pool(), max_restarts=5) == last.code
     assert len(attempts.nodes) == 1
 
 
 def test_gives_up_with_the_last_code() -> None:
     attempts = Attempts(ended(1), ended(7))
-    assert run_with_restarts(attempts, [], [], max_restarts=1) == 7
+    assert run_with_restarts(attempts, NodePool((), 0, 1), max_restarts=1) == 7
 
 
 def test_output_passes_through(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -143,8 +151,37 @@ def test_output_passes_through(capfd: pytest.CaptureFixture[str], tmp_path: Path
     assert "out" in capfd.readouterr().out
 
 
-def test_silence_is_stopped(tmp_path: Path) -> None:
-    program = "import time; print('alive', flush=True); time.sleep(60)"
-    outcome = run_monitored([sys.executable, "-c", program], dict(os.environ), 1.0, tmp_path / "none")
-    assert outcome.code == STALLED
+def test_silence_is_stopped_after_the_first_step_and_not_before(tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    program = "import time; print('alive', flush=True); time.sleep(1.5); "
+    program += f"open({str(metrics)!r}, 'w').write('{{}}'); time.sleep(60)"
+    began = time.monotonic()
+    outcome = run_monitored([sys.executable, "-c", program], dict(os.environ), 1.0, metrics)
+    assert outcome.code == STALLED and outcome.has_trained
     assert outcome.last_lines == ("alive\n",)
+    assert 2.4 < time.monotonic() - began < 30
+
+
+def test_who_reported_a_lost_peer_and_who_was_asked_to_stop(tmp_path: Path) -> None:
+    said = "error on rank 3: another rank has ended (Connection reset); error on rank 12: another rank has ended"
+    program = f"import sys; print('{said}'); print('asked to stop: saving step 7; a second'); sys.exit(143)"
+    outcome = run_monitored([sys.executable, "-c", program], dict(os.environ), None, tmp_path / "none")
+    assert outcome.survivors == {3, 12}
+    assert outcome.interrupted and outcome.code == 143  # a scheduler's signal to one rank is not a failure
+
+
+def test_the_command_does_not_outlive_the_launcher(tmp_path: Path) -> None:
+    rank = "import os, time; os.write(1, b'%d\\n' % os.getpid()); time.sleep(60)"
+    call = f"run_monitored([sys.executable, '-c', {rank!r}], dict(os.environ), None, Path('none'))"
+    imports = (
+        "import os, sys; from pathlib import Path; from megatron.optimus.launcher.supervisor import run_monitored; "
+    )
+    process = subprocess.Popen([sys.executable, "-c", imports + call], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    pid = int(process.stdout.readline())
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 20
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{pid}").exists()

@@ -1,0 +1,149 @@
+"""The nodes of a job: which of them run the next attempt, and which are known to be bad.
+
+Evidence against a node, the strongest first: the output names it as lost; it alone was silent when the ranks of all
+other nodes reported that a peer had ended; a check of every node finds it bad. Without evidence the nodes stay for
+another attempt, as most failures are not a node's. Where it fails again, one node after the other is exchanged, and
+one that was exchanged on suspicion comes back only when no other spare is left.
+
+A node with evidence against it is written to ``bad_nodes.json`` in the run's folder and not used by later jobs either.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.optimus.platform import files
+
+logger = logging.getLogger("optimus")
+
+FILE_NAME = "bad_nodes.json"
+
+# What PALS, SLURM and Open MPI write when a node (not merely a process on it) is gone, and ranks about their node.
+_LOST_NODE = (
+    r"(?P<host>[\w.-]+): shepherd died from signal",
+    r"ping failed on [\w.-]+: No reply from (?P<host>[\w.-]+)",
+    r"error: Node failure on (?P<host>[\w.\[\],-]+)",
+    r"lost communication with (?:a )?(?:daemon|host|node)[^\n]*?(?:host|node):?\s+(?P<host>[\w.-]+)",
+    r"first on rank \d+ of node (?P<host>[\w.-]+)",  # values that are not finite: training/nonfinite.py
+)
+
+
+def lost_hosts(lines: Sequence[str], hosts: Sequence[str]) -> list[str]:
+    """Returns those of ``hosts`` that the output names as lost, compared without their domains."""
+    named = {_short(match["host"]) for line in lines for p in _LOST_NODE for match in re.finditer(p, line)}
+    return [host for host in hosts if _short(host) in named]
+
+
+def silent_hosts(survivors: Collection[int], hosts: Sequence[str]) -> list[str]:
+    """Returns the nodes none of whose ranks reported the loss of a peer, where nearly all other nodes' ranks did.
+
+    Args:
+        survivors: numbers of the ranks that reported it.
+        hosts: nodes in rank order, each with the same number of ranks as the highest survivor needs at least.
+    """
+    if len(hosts) < 3 or not survivors:
+        return []
+    spoke = set(survivors)
+    silent = [host for number, host in enumerate(hosts) if number not in spoke]
+    return silent if len(silent) <= max(1, len(hosts) // 8) else []
+
+
+class NodePool:
+    """The nodes in use, the spares, and the list of bad nodes.
+
+    Args:
+        hosts: the job's nodes in order.
+        num_active: how many of them an attempt uses.
+        ranks_per_node: to tell a rank's node.
+        record: the list of bad nodes; None keeps none.
+        check: returns the bad ones of the nodes given, each with a reason; None: there is no such check.
+    """
+
+    def __init__(
+        self,
+        hosts: Sequence[str],
+        num_active: int,
+        ranks_per_node: int,
+        record: Path | None = None,
+        check: Callable[[Sequence[str]], Mapping[str, str]] | None = None,
+    ) -> None:
+        self._record, self._check, self._ranks_per_node = record, check, ranks_per_node
+        self._bad = _read(record)
+        good = [host for host in hosts if _short(host) not in self._bad]
+        bad = [host for host in hosts if _short(host) in self._bad]
+        if bad:
+            left_out = [host for host in bad if host not in [*good, *bad][:num_active]]
+            logger.warning(
+                "%s: bad nodes of earlier attempts: %s; %s (delete the file to use all again)",
+                record,
+                ", ".join(f"{host} ({self._bad[_short(host)].get('reason')})" for host in bad),
+                f"not used: {', '.join(left_out)}" if left_out else "used all the same, as there are no others",
+            )
+        self.hosts, self.spares = [*good, *bad][:num_active], good[num_active:]
+        self._suspects: list[str] = []  # exchanged without evidence, oldest first
+        self._unnamed = 0  # failures in a row without evidence
+
+    def after_failure(self, lines: Sequence[str], survivors: Collection[int]) -> str:
+        """Exchanges nodes after a failed attempt; returns what was found, for the log."""
+        if not self.hosts:
+            return ""
+        found = dict.fromkeys(lost_hosts(lines, self.hosts), "named as lost")
+        if not found:
+            nodes = {rank // self._ranks_per_node for rank in survivors}
+            found = dict.fromkeys(silent_hosts(nodes, self.hosts), "silent when the others lost a peer")
+        if not found and self._check is not None:
+            found = {host: f"check: {reason}" for host, reason in self._check([*self.hosts, *self.spares]).items()}
+        if found:
+            self._unnamed = 0
+            self._quarantine(found)
+            return f"lost nodes: {', '.join(found)} ({next(iter(found.values()))})"
+        self._unnamed += 1
+        if self._unnamed == 1 or not (self.spares or self._suspects):
+            return "no node was named: the nodes stay"
+        return f"no node was named: {self._exchange_one()}"
+
+    def after_progress(self) -> None:
+        """Notes that the nodes in use have worked."""
+        self._unnamed = 0
+
+    def _quarantine(self, found: Mapping[str, str]) -> None:
+        for host, reason in found.items():
+            self._bad[_short(host)] = {"reason": reason, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+            self.spares = [spare for spare in self.spares if spare != host]
+            if host in self.hosts and (self.spares or self._suspects):
+                self.hosts[self.hosts.index(host)] = (self.spares or self._suspects).pop(0)
+        if self._record is not None:
+            try:
+                self._record.parent.mkdir(parents=True, exist_ok=True)
+                files.write_atomically(self._record, json.dumps(self._bad, indent=1) + "\n", sync=False)
+            except OSError as error:
+                logger.warning("%s cannot be written: %s", self._record, error.strerror)
+
+    def _exchange_one(self) -> str:
+        number = (self._unnamed - 2) % len(self.hosts)
+        host, spare = self.hosts[number], (self.spares or self._suspects).pop(0)
+        self.hosts[number] = spare
+        self._suspects.append(host)
+        return f"{host} is exchanged for {spare} on suspicion"
+
+
+def _read(path: Path | None) -> dict[str, dict[str, Any]]:
+    """The bad nodes by name without domain."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8")) if path is not None else {}
+        return {host: dict(entry) for host, entry in found.items()}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        logger.warning("%s cannot be read and is left out: %s", path, error)
+        return {}
+
+
+def _short(host: str) -> str:
+    return host.split(".", maxsplit=1)[0]

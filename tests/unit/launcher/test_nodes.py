@@ -1,0 +1,83 @@
+"""Bad nodes: the evidence against them, who replaces them, and that they stay away."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron.optimus.launcher.nodes import FILE_NAME, NodePool, lost_hosts, silent_hosts
+
+HOSTS = [f"x{number}.a.b" for number in range(8)]
+
+
+@pytest.mark.parametrize(
+    ("line", "lost"),
+    [
+        ("x2.hsn.site: shepherd died from signal 9", ["x2.a.b"]),
+        ("ping failed on x1: No reply from x3.hsn.site", ["x3.a.b"]),
+        ("srun: error: Node failure on x1", ["x1.a.b"]),
+        ("values that are not finite came first on rank 5 of node x5.other (in layers.3)", ["x5.a.b"]),
+        ("rank 2413 died from signal 11", []),  # often the victim of another node
+        ("x77.hsn.site: shepherd died from signal 9", []),  # not one of ours
+    ],
+)
+def test_nodes_named_as_lost(line: str, lost: list[str]) -> None:
+    assert lost_hosts(["step=1", line], HOSTS) == lost
+
+
+def test_the_node_that_was_silent() -> None:
+    assert silent_hosts({0, 1, 2, 3, 5, 6, 7}, HOSTS) == ["x4.a.b"]
+    assert silent_hosts({0, 1}, HOSTS) == []  # the others were stopped before they could say anything
+    assert silent_hosts(set(range(8)), HOSTS) == []
+    assert silent_hosts({0}, HOSTS[:2]) == []  # who is the victim, of two?
+
+
+def test_lost_nodes_leave_for_good_and_for_later_jobs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    record = tmp_path / "run" / FILE_NAME
+    nodes = NodePool(HOSTS, 6, 2, record)
+    assert "lost nodes: x2.a.b" in nodes.after_failure(["x2: shepherd died from signal 9"], ())
+    assert nodes.hosts == ["x0.a.b", "x1.a.b", "x6.a.b", "x3.a.b", "x4.a.b", "x5.a.b"] and nodes.spares == ["x7.a.b"]
+    survivors = {rank for rank in range(12) if rank // 2 != 4}  # of two ranks a node
+    assert "silent when the others lost a peer" in nodes.after_failure([], survivors)
+    assert nodes.hosts[4] == "x7.a.b" and nodes.spares == []
+    later = NodePool([host.replace(".a.b", ".c") for host in HOSTS], 6, 2, record)  # the same nodes by another network
+    assert later.hosts == ["x0.c", "x1.c", "x3.c", "x5.c", "x6.c", "x7.c"] and later.spares == []
+    assert "not used: x2.c, x4.c" in caplog.text
+    few = NodePool(HOSTS[:5], 5, 2, record)
+    assert sorted(few.hosts) == HOSTS[:5] and "used all the same" in caplog.text
+
+
+def test_a_check_finds_the_one_bad_node_of_eight_at_the_first_failure() -> None:
+    asked: list[list[str]] = []
+
+    def check(hosts: object) -> dict[str, str]:
+        asked.append(list(hosts))  # type: ignore[call-overload]
+        return {"x5.a.b": "wrong products"}
+
+    nodes = NodePool([*HOSTS, "x8.a.b"], 8, 1, check=check)
+    assert nodes.after_failure([], ()) == "lost nodes: x5.a.b (check: wrong products)"
+    assert nodes.hosts[5] == "x8.a.b" and "x5.a.b" not in nodes.spares
+    assert asked == [[*HOSTS, "x8.a.b"]]
+
+
+def test_without_evidence_nodes_stay_once_and_suspects_do_not_come_back() -> None:
+    nodes = NodePool([*HOSTS, "x8.a.b", "x9.a.b"], 8, 1)
+    assert nodes.after_failure([], ()) == "no node was named: the nodes stay"
+    assert nodes.hosts == HOSTS
+    assert "x0.a.b is exchanged for x8.a.b on suspicion" in nodes.after_failure([], ())
+    assert nodes.spares == ["x9.a.b"]
+    nodes.after_failure([], ())
+    assert nodes.hosts[:2] == ["x8.a.b", "x9.a.b"] and nodes.spares == []
+    nodes.after_failure([], ())  # only now, as there is nothing else
+    assert nodes.hosts[2] == "x0.a.b"
+    nodes.after_progress()
+    before = list(nodes.hosts)
+    nodes.after_failure([], ())
+    assert nodes.hosts == before
+
+
+def test_a_damaged_list_of_bad_nodes_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / FILE_NAME).write_text("[1")
+    assert NodePool(HOSTS, 8, 1, tmp_path / FILE_NAME).hosts == HOSTS
+    assert "cannot be read" in caplog.text
