@@ -26,7 +26,7 @@ from megatron.optimus.inference.sampling import Sampling
 from megatron.optimus.inference.server.answers import Answer, TokenTexts, Usage
 from megatron.optimus.inference.server.chat import ChatTemplate
 from megatron.optimus.inference.server.metrics import Metrics
-from megatron.optimus.inference.server.protocol import ApiError, ChatBody, CompletionBody, parse_body
+from megatron.optimus.inference.server.protocol import ApiError, ChatBody, CompletionBody, StreamOptions, parse_body
 from megatron.optimus.inference.server.scheduler import Draining, QueueFull, Scheduler, ServedRequest, Update
 
 _BODY_SECONDS = 60.0
@@ -69,9 +69,7 @@ class Service:
         answer = Answer(body, self.name, self.texts, echo)
         self._submit(made)
         if body.stream:
-            chunks = self._stream(
-                made, events, answer, usage, bool(body.stream_options and body.stream_options.include_usage)
-            )
+            chunks = self._stream(made, events, answer, usage, body.stream_options or StreamOptions())
             return StreamingResponse(chunks, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         try:
             updates = await _unless_gone(request, self._collect(made, events, usage))
@@ -213,15 +211,15 @@ class Service:
 
     async def _stream(
         self, made: Sequence[ServedRequest], events: asyncio.Queue[tuple[int, Update]], answer: Answer, usage: Usage,
-        include_usage: bool,
+        options: StreamOptions,
     ) -> AsyncIterator[str]:  # fmt: skip
         try:
             for chunk in answer.roles():
                 yield _event(chunk)
             async for index, update in self._events(made, events, usage):
                 if (one := answer.chunk(index, update)) is not None:
-                    yield _event(one)
-            if include_usage:
+                    yield _event(one | ({"usage": usage.fields()} if options.continuous_usage_stats else {}))
+            if options.include_usage:
                 yield _event(answer.usage_chunk(usage))
         except ApiError as error:
             yield _event(error.content)
@@ -284,7 +282,7 @@ def build_app(service: Service) -> FastAPI:
     return app
 
 
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 
 
 def _into(
