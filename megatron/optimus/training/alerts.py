@@ -1,8 +1,8 @@
 """Alerts: what somebody should know of a run while it runs, in one place.
 
-Health (health.py), the check of devices, the load of experts and the watch for stalls feed it. Rank 0 alone sends: a line
-of the log and of ``<run>/alerts.jsonl``, every tracker, and the command of ``alert_command``, which gets the alert as
-JSON on its standard input. Nothing of it delays a step, and no error of it ends the run.
+Health (health.py), the check of devices, the load of experts and the watch for stalls feed it. Rank 0 alone sends: a
+line of the log and of ``<run>/alerts.jsonl``, every tracker, and the command of ``alert_command``, which gets the alert
+as JSON on its standard input. Nothing of it delays a step, and no error of it ends the run.
 """
 
 from __future__ import annotations
