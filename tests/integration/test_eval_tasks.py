@@ -1,4 +1,4 @@
-"""Tasks of lm-eval's harness between the steps of a run: it trains as without, the scores are those of a checkpoint."""
+"""Tasks of lm-eval's harness during training: scores are those of the checkpoint, and training is as without them."""
 
 from __future__ import annotations
 

@@ -11,13 +11,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron.optimus.commands.model_options import add_model_options, load_model, run_on_ranks
 from megatron.optimus.config.load import Parser, whole_number
 from megatron.optimus.config.schema import ConfigError
-from megatron.optimus.inference.load import on_all_ranks
+from megatron.optimus.inference.card import TaskCard, measure
+from megatron.optimus.inference.card_page import page
+from megatron.optimus.inference.load import TextModel, on_all_ranks
 from megatron.optimus.inference.tasks import (
     TaskNames,
     Variant,
@@ -43,6 +47,9 @@ def _parser() -> Parser:
     parser.add_argument("--limit", type=whole_number(), help="only the first N items of each task")
     parser.add_argument("--out", type=Path, help="file for the results as JSON")
     parser.add_argument("--allow-downloads", action="store_true", help="load data that is not on this machine")
+    parser.add_argument("--card", type=Path, help="file for a card of evaluation, an HTML page; asks in many ways")
+    parser.add_argument("--card-seeds", type=whole_number(), default=3, help="card: drawings of examples; default: 3")
+    parser.add_argument("--card-shots", default="0,1,2,4", help="card: numbers of examples; default: 0,1,2,4")
     add_model_options(parser)
     return parser
 
@@ -57,6 +64,12 @@ def _prepare(args: argparse.Namespace) -> Callable[[RankEnvironment, Ranks], Non
     names = [name for name in args.tasks.split(",") if name]
     if not names:
         raise ConfigError("--tasks is empty; name tasks with commas between them")
+    shots = [word.strip() for word in args.card_shots.split(",")]
+    if not all(word.isdecimal() and len(word) < 4 for word in shots):
+        raise ConfigError(f"--card-shots {args.card_shots!r}: name numbers below 1000 with commas, such as 0,1,5")
+    args.card_shots = sorted({int(word) for word in shots})
+    if args.card is not None and not args.card.parent.is_dir():
+        raise ConfigError(f"--card {args.card}: there is no folder {args.card.parent}")
     found = find_tasks(names, args.include_path, "--tasks", downloads=args.allow_downloads)
     return lambda launch, ranks: _run(args, launch, ranks, found)
 
@@ -66,6 +79,7 @@ def _run(args: argparse.Namespace, launch: RankEnvironment, ranks: Ranks, names:
     model = load_model(args, launch, ranks)
     variant = Variant(args.num_fewshot)
     found = run_tasks(model, tasks, batch_size=args.batch_size, limit=args.limit, variant=variant)
+    cards = [] if args.card is None else _cards(args, model, tasks)
     if ranks.rank > 0:
         return
     results = scores(found)
@@ -73,5 +87,27 @@ def _run(args: argparse.Namespace, launch: RankEnvironment, ranks: Ranks, names:
         for key, value in metrics.items():
             print(f"{task:<32} {short_name(key):<24} {value:.6g}")
     if args.out is not None:
-        content = {"checkpoint": str(args.checkpoint), "num_fewshot": args.num_fewshot, "limit": args.limit}
+        content: dict[str, Any] = {
+            "checkpoint": str(args.checkpoint),
+            "num_fewshot": args.num_fewshot,
+            "limit": args.limit,
+        }
+        if cards:
+            content["card"] = [card.to_json() for card in cards]
         write_atomically(args.out, json.dumps({**content, "results": results}, indent=1) + "\n", sync=False)
+    if args.card is not None:
+        facts = {"checkpoint": str(args.checkpoint), "evaluated": time.strftime("%Y-%m-%d"), "ranks": str(ranks.size)}
+        facts["items of each task"] = "all" if args.limit is None else f"the first {args.limit}"
+        write_atomically(args.card, page("Card of evaluation", facts, cards), sync=False)
+
+
+def _cards(args: argparse.Namespace, model: TextModel, tasks: Any) -> list[TaskCard]:
+    """Evaluates in all the ways that the card shows. Collective."""
+    return measure(
+        *(model, tasks),
+        batch_size=args.batch_size,
+        limit=args.limit,
+        num_fewshot=args.num_fewshot,
+        seeds=range(1, args.card_seeds + 1),
+        shots=args.card_shots,
+    )

@@ -564,10 +564,19 @@ class LoggingConfig:
     profile_step_start: int = option(10, "first step to record, counted from the start or resumption of the run")
     profile_step_end: int = option(12, "last step to record")
     profile_ranks: list[int] = option([0], "ranks that record a profile")
+    mlflow_uri: str | None = option(None, "MLflow server or folder; default: no logging there")
+    mlflow_experiment: str = option("optimus", "MLflow experiment; made where there is none")
+    mlflow_run_name: str | None = option(None, "name of the MLflow run; default: the name of run_dir")
+    alert_command: str | None = option(
+        None, "shell command for each alert, which it gets as JSON on its standard input; default: none"
+    )
+    alert_stall_minutes: float = option(
+        10.0, "alert where no step has ended for so long, evaluations and saves included; 0: never"
+    )
 
     def __post_init__(self) -> None:
         at_least(self, 1, "log_interval", "profile_step_start", "profile_step_end")
-        at_least(self, 0, "straggler_check_interval")
+        at_least(self, 0, "straggler_check_interval", "alert_stall_minutes")
         positive(self, "device_peak_tflops")
         require(
             self.profile_step_end >= self.profile_step_start,

@@ -48,6 +48,11 @@ class HarnessModel(TemplateLM):
         """Encodes a text; nothing is added, as in training."""
         return self._loaded.tokenizer.encode(string)
 
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """Log-likelihoods of continuations in nats, and whether each is the greedy one."""
+        found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)  # a bar of milliseconds
+        return found
+
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Log-likelihoods of whole texts in nats; long ones are cut into windows, as the harness defines them."""
         windows = [self._windows(request.args[0]) for request in requests]

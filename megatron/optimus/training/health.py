@@ -30,6 +30,7 @@ import torch
 from megatron.optimus.context import RunContext
 from megatron.optimus.platform import device as devices
 from megatron.optimus.platform.log import counted
+from megatron.optimus.training.alerts import NO_ALERTS, NOT_FINITE, UNHEALTHY, Alerts
 
 logger = logging.getLogger("optimus")
 
@@ -137,10 +138,10 @@ class Outliers:
 class Health:
     """Compares each step of a run with those before it. Every rank sees the same numbers and decides alike."""
 
-    def __init__(self, spike_sigma: float = 0.0, *, speaks: bool = True) -> None:
+    def __init__(self, spike_sigma: float = 0.0, *, speaks: bool = True, alerts: Alerts = NO_ALERTS) -> None:
         """``spike_sigma``: an update is skipped whose gradient norm is so many standard deviations above the mean; 0
-        skips none. ``speaks``: whether this rank logs what it finds."""
-        self._sigma, self._speaks = spike_sigma, speaks
+        skips none. ``speaks``: whether this rank logs what it finds. ``alerts``: sends what is logged."""
+        self._sigma, self._speaks, self._alerts = spike_sigma, speaks, alerts
         self._outliers = {name: Outliers(least, is_factor=name != "loss") for name, least in _LEAST.items()}
         self._found: dict[str, _Found] = {}  # by what was out of line
         self._since_save: dict[str, _Found] = {}
@@ -173,10 +174,10 @@ class Health:
         for name, value in {"loss": loss, "grad_norm": grad_norm, **(others or {})}.items():
             is_left_out = name == "grad_norm" and skipped  # it has changed nothing, and the optimizer says so
             if not math.isfinite(value):
-                self._note(step, f"{name} not finite", f"it is {value}", is_left_out=is_left_out)
+                self._note(NOT_FINITE, step, f"{name} not finite", f"it is {value}", is_left_out=is_left_out)
             elif name in self._outliers and (usual := self._outliers[name].check(value)) is not None:
                 text = f"{value:.4g} after {usual:.4g} in the steps before"
-                self._note(step, f"{name} far above the usual", text, is_left_out=is_left_out)
+                self._note(f"{name}_spike", step, f"{name} far above the usual", text, is_left_out=is_left_out)
         if skipped and math.isfinite(grad_norm):
             logger.info(
                 "step %d is skipped: its gradient norm %.3g is far above those of the steps before", step, grad_norm
@@ -184,14 +185,17 @@ class Health:
         self.grad_norms.add(step, grad_norm)
         self._skipped = [*self._skipped, grad_norm] if skipped else []
         if len(self._skipped) >= MAX_SKIPPED_IN_A_ROW:
+            self._alerts.send(UNHEALTHY, step, _broken(step, self._skipped), is_logged=True)
             raise NumericError(_broken(step, self._skipped))
 
-    def _note(self, step: int, what: str, text: str, *, is_left_out: bool) -> None:
+    def _note(self, kind: str, step: int, what: str, text: str, *, is_left_out: bool) -> None:
         """Counts a value that is out of line. The first of steps in a row is logged, _MOST_LINES times at most."""
         found = self._found.setdefault(what, _Found(step))
         is_first = found.add(step)
         if self._speaks and is_first and not is_left_out and found.num_rows <= _MOST_LINES:
             logger.warning("step %d: %s: %s", step, what, text)
+        if is_first and not is_left_out:
+            self._alerts.send(kind, step, f"{what}: {text}", is_logged=True)
         if not is_left_out:
             self._since_save.setdefault(what, _Found(step)).add(step)
 

@@ -18,6 +18,7 @@ from megatron.optimus.context import RunContext
 from megatron.optimus.platform.files import write_atomically
 from megatron.optimus.report.page import FILE_NAME as REPORT_NAME
 from megatron.optimus.report.page import write_report_of_run
+from megatron.optimus.training.alerts import NO_ALERTS, Alerts
 from megatron.optimus.training.checkpointing import folder_of_checkpoints
 from megatron.optimus.training.data import VALIDATION
 from megatron.optimus.training.expert_load import ExpertLoad
@@ -41,16 +42,19 @@ def _as_started_again(config: RunConfig) -> RunConfig:
 class MetricsLogger:
     """Writes the metrics of each step wherever the configuration asks for; does nothing on ranks other than 0."""
 
-    def __init__(self, run: RunContext, steps: StepRange) -> None:
-        """Raises, on rank 0 alone, OSError where nothing can be written, ConfigError for a missing package, and the
-        trackers' own errors."""
+    def __init__(self, run: RunContext, steps: StepRange, alerts: Alerts = NO_ALERTS) -> None:
+        """Raises, on rank 0 alone, OSError where nothing can be written, and ConfigError for a missing package."""
+        self._alerts, self._topk = alerts, run.config.model.moe_router_topk
         self._is_writer = run.mesh.rank == 0
         self._has_failed = False
         self.last_losses: dict[str, str] = {}  # by what they are, as the closing line of the run shows them
         if not self._is_writer:
             return
         run_dir = Path(run.config.logging.run_dir)
+        self._run_dir = run_dir
         self._trackers: list[Tracker] = open_trackers(run, steps)
+        for tracker in self._trackers:
+            alerts.add_sink(tracker.alert)
         self._metrics = MetricsWriter(run_dir, resume_step=steps.first)
         write_atomically(run_dir / "config.yaml", to_yaml(_as_started_again(run.config)), sync=False)
         self._run_dir = run_dir
@@ -75,6 +79,7 @@ class MetricsLogger:
         self._try(lambda: self._metrics.write(metrics))
         for tracker in self._trackers:
             self._try(partial(tracker.log, metrics))
+        self._alerts.step_done(metrics.step, metrics.expert_load_LE or [], self._topk)
         self._try(partial(self._expert_load.add, metrics.step, metrics.expert_load_LE or []))
         if valid_losses:
             self._try(self._expert_load.write)
@@ -100,9 +105,11 @@ class MetricsLogger:
             return
         self._try(self._expert_load.close)
         self._try(self._metrics.close)
+        self._alerts.close()
         if kind is None:  # after an error the launcher stops rank 0 soon: its message comes first
             write_report(self._run_dir)
-        for tracker in self._trackers:  # last: one may send the report
+        for tracker in self._trackers:  # last: they take files of the run that has ended, its report too
+            self._try(lambda own=tracker: own.add_files(self._run_dir))  # type: ignore[misc]
             self._try(tracker.close)
 
 

@@ -38,6 +38,7 @@ from megatron.optimus.platform import heartbeat
 from megatron.optimus.platform.memory import needs_memory
 from megatron.optimus.platform.metrics import PendingTotals, Recorder
 from megatron.optimus.platform.signals import StopRequest
+from megatron.optimus.training.alerts import NO_ALERTS, SLOW_RANK, alerts_of
 from megatron.optimus.training.checkpointing import Checkpoints
 from megatron.optimus.training.curvature import estimate_curvature, is_due
 from megatron.optimus.training.data import build_data, check_unchanged, labels_per_micro_batch, num_labels
@@ -176,6 +177,7 @@ class Trainer:
     """One run on this rank. Building it and every method are collective over all ranks."""
 
     tasks: Tasks | None = None
+    alerts = NO_ALERTS
 
     def __init__(self, run: RunContext, tasks: Tasks | None = None) -> None:
         config = run.config
@@ -198,7 +200,8 @@ class Trainer:
         self.first_step = self.step
         self.last_step = last_step(config.training, self.step, self.consumed_samples)
         self.batch_sizes, self.rates = batch_sizes(config.training), RateSchedule(config.optimizer, config.training)
-        self.health = Health(config.optimizer.grad_norm_spike_sigma, speaks=run.mesh.rank == 0)
+        self.alerts, is_first = alerts_of(run), run.mesh.rank == 0
+        self.health = Health(config.optimizer.grad_norm_spike_sigma, speaks=is_first, alerts=self.alerts)
         self.health.restore(self.checkpoints.extra_state)
         self.recorder, self.clock = Recorder(run.ranks), StepClock(run.device)
         self.is_async_device = devices.is_asynchronous(run.device)
@@ -448,7 +451,7 @@ class Trainer:
         samples = self.batch_sizes.after(self.consumed_samples, last - self.step)
         steps = StepRange(self.step, last, samples * self.config.training.seq_length)
         return self.run.ranks.run_on_all_ranks(
-            lambda: MetricsLogger(self.run, steps), "opening the outputs", TrainingError
+            lambda: MetricsLogger(self.run, steps, self.alerts), "opening the outputs", TrainingError
         )
 
     def _log_queued_step(self, metrics_logger: MetricsLogger) -> None:
@@ -489,7 +492,10 @@ class Trainer:
     def _check_devices(self) -> None:
         if _is_due(self.step - self.first_step, self.config.logging.straggler_check_interval):
             with self.clock.pause():
-                check_devices(self.run)
+                slow = check_devices(self.run)
+            if slow:
+                names = ", ".join(f"rank {one.rank} on {one.host}" for one in slow[:8])
+                self.alerts.send(SLOW_RANK, self.step, f"{len(slow)} slow: {names}")
 
     def close(self) -> None:
         """Ends the data threads and releases the folder of checkpoints."""

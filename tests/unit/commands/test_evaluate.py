@@ -29,8 +29,14 @@ def test_tasks_give_numbers(
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     words = [str(model), "--include-path", "examples/evaluation", "--device", "cpu", "--limit", "4"]
     words += ["--tasks", "optimus_arithmetic,optimus_science,optimus_text", "--out", str(tmp_path / "results.json")]
-    assert evaluate.main(words) == 0
-    results = json.loads((tmp_path / "results.json").read_text())["results"]
+    assert evaluate.main([*words, "--card", str(tmp_path / "card.html"), "--card-shots", "0,1,9"]) == 0
+    found = json.loads((tmp_path / "results.json").read_text())
+    results = found["results"]
+    card = {one["name"]: one for one in found["card"]}["optimus_science"]
+    assert card["scores"]["acc"][0] == results["optimus_science"]["acc,none"] == card["calibration"]["accuracy"]
+    assert card["by_seed"].keys() == {"1", "2", "3"} and len(card["by_instruction"]) == 4
+    assert card["by_shots"].keys() == {"0", "1"}, "the task has no nine examples"
+    assert "optimus_arithmetic" in (tmp_path / "card.html").read_text()
     assert set(results) == {"optimus_arithmetic", "optimus_science", "optimus_text"}
     assert 0 <= results["optimus_science"]["acc,none"] <= 1
     assert 0 < results["optimus_text"]["bits_per_byte,none"] < 20
@@ -54,6 +60,9 @@ def test_tasks_give_numbers(
         (["--tasks", "optimus_text", "--include-path", "nowhere"], "the folder of tasks nowhere: no such folder"),
         (["--tasks", "optimus_text", "--limit", "0"], "--limit"),
         ([], "--tasks"),
+        (["--tasks", "optimus_text", "--card-shots", "0,x"], "--card-shots '0,x': name numbers"),
+        (["--tasks", "optimus_text", "--card", "nowhere/card.html"], "there is no folder nowhere"),
+        (["--tasks", "optimus_science", "--num-fewshot", "5"], "the evaluation on optimus_science failed: "),
         (["--tasks", "hellaswag"], "--tasks hellaswag: it cannot be loaded: "),
     ],
 )

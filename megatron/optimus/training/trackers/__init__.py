@@ -1,17 +1,30 @@
 """Trackers: what shows the metrics of a run besides metrics.jsonl. Each module of this folder is one.
 
 A module has ``open_tracker(run, steps)``, which returns a ``Tracker``, or None where the configuration does not ask for
-it. A new tracker is a new module; nothing else needs to know of it.
+it. A new tracker is a new module; nothing else needs to know of it. Each works in a thread of its own: one that hangs
+or fails neither delays nor ends the run.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import json
+import os
 import pkgutil
-from typing import NamedTuple, Protocol
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
 
+from megatron.optimus.config.schema import ConfigError
 from megatron.optimus.context import RunContext
+from megatron.optimus.platform.files import open_regular
+from megatron.optimus.training.alerts import Alert
+from megatron.optimus.training.background import Background
 from megatron.optimus.training.metrics import StepMetrics
+
+SAMPLES, REPORT = "samples.jsonl", "report.html"  # files of a run that trackers get at its end, where they are there
+_CLOSING_SECONDS = 60.0
+_LARGEST = 64 << 20  # bytes of a file for a tracker
 
 
 class StepRange(NamedTuple):
@@ -22,15 +35,102 @@ class StepRange(NamedTuple):
     total_tokens: int  # consumed when the last step is done, by earlier processes of the run too
 
 
-class Tracker(Protocol):
+class Tracker:
     """Takes every step once, in order. Exists on rank 0 only."""
 
-    def log(self, metrics: StepMetrics) -> None: ...
+    in_background: ClassVar[bool] = True  # False: called by the training loop, which it must not delay
 
-    def close(self) -> None: ...
+    def open(self) -> None:
+        """Connects to what it writes to; called once, before anything else."""
+
+    def log(self, metrics: StepMetrics) -> None:
+        """Takes a step."""
+
+    def alert(self, alert: Alert) -> None:
+        """Takes an alert."""
+
+    def add_files(self, run_dir: Path) -> None:
+        """Takes the samples and the report of a run that ends, where they are there."""
+
+    def close(self) -> None:
+        """Ends; nothing follows."""
+
+
+class BackgroundTracker(Tracker):
+    """A tracker whose methods run in a thread of its own. After an ``open`` that failed, nothing follows."""
+
+    def __init__(self, tracker: Tracker, closing_seconds: float = _CLOSING_SECONDS) -> None:
+        self._tracker, self._closing_seconds = tracker, closing_seconds
+        self._thread, self._is_open = Background(type(tracker).__name__), False
+        self._thread.put(self._open)
+
+    def _open(self) -> None:
+        self._tracker.open()
+        self._is_open = True
+
+    def _do(self, method: str, *arguments: Any) -> None:
+        def work() -> None:
+            if self._is_open:
+                getattr(self._tracker, method)(*arguments)
+
+        self._thread.put(work)
+
+    def log(self, metrics: StepMetrics) -> None:
+        self._do("log", metrics)
+
+    def alert(self, alert: Alert) -> None:
+        self._do("alert", alert)
+
+    def add_files(self, run_dir: Path) -> None:
+        self._do("add_files", run_dir)
+
+    def close(self) -> None:
+        self._do("close")
+        self._thread.close(self._closing_seconds)
 
 
 def open_trackers(run: RunContext, steps: StepRange) -> list[Tracker]:
-    """Every tracker that the configuration asks for. Raises ConfigError for a missing package, and trackers' errors."""
+    """Every tracker that the configuration asks for. Raises ConfigError for a missing package."""
     modules = (importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__))
-    return [tracker for module in modules if (tracker := module.open_tracker(run, steps)) is not None]
+    found = [tracker for module in modules if (tracker := module.open_tracker(run, steps)) is not None]
+    return [BackgroundTracker(tracker) if tracker.in_background else tracker for tracker in found]
+
+
+def require_package(module: str, option: str, package: str, extra: str) -> None:
+    """Raises ConfigError where a tracker's package is not installed."""
+    if importlib.util.find_spec(module) is None:
+        raise ConfigError(f"{option} needs a package that is not installed: pip install {package} (extra [{extra}])")
+
+
+def read_samples(run_dir: Path) -> tuple[list[str], list[list[Any]]] | None:
+    """The samples of a run as a table, its columns and rows; None without any. Damaged lines are left out."""
+    text = read_file(run_dir / SAMPLES)
+    records = [record for line in (text or "").splitlines() if isinstance(record := _parsed(line), dict)]
+    columns = list(dict.fromkeys(key for record in records for key in record))
+
+    def cell(value: Any) -> Any:
+        return value if value is None or isinstance(value, str | int | float) else json.dumps(value)
+
+    return (columns, [[cell(record.get(key)) for key in columns] for record in records]) if records else None
+
+
+def _parsed(line: str) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None
+
+
+def read_file(path: Path) -> str | None:
+    """The text of a file of the run; None where there is none, or it is too large for a tracker."""
+    try:
+        with open(open_regular(path, os.O_RDONLY), encoding="utf-8", errors="replace") as file:
+            return file.read() if os.fstat(file.fileno()).st_size <= _LARGEST else None
+    except OSError:
+        return None
+
+
+def kept_id(path: Path) -> str | None:
+    """The id of a tracker's run that an earlier process of this run has kept in a file."""
+    text = read_file(path)
+    return text.strip() or None if text is not None else None

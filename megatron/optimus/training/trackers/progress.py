@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from megatron.optimus.context import RunContext
 from megatron.optimus.training.metrics import StepMetrics, flat
-from megatron.optimus.training.trackers import StepRange
+from megatron.optimus.training.trackers import StepRange, Tracker
 
 if TYPE_CHECKING:
     from rich.progress import Progress as LiveBar
@@ -36,8 +36,10 @@ class _Pace:
         self.seconds += seconds
 
 
-class Progress:
+class Progress(Tracker):
     """Shows steps as they end. ``close`` it, also after an error, to free the terminal."""
+
+    in_background = False  # its lines stand among those of the log
 
     def __init__(
         self, total_steps: int, total_tokens: int, first_step: int = 0, log_interval: int = 1, num_devices: int = 1

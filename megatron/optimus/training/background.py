@@ -1,0 +1,54 @@
+"""Work in a thread of its own, in order: what writes to services must never delay a run or end it."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+
+logger = logging.getLogger("optimus")
+
+_MOST_WAITING = 10_000  # steps of a service that is out of reach; a step holds a few kilobytes
+
+
+class Background:
+    """A thread that does what it is given, one after the other. Errors are logged, the first of all."""
+
+    def __init__(self, name: str, most_waiting: int = _MOST_WAITING) -> None:
+        """``name``: whose work it is, for messages. ``most_waiting``: what comes beyond that is left out."""
+        self._name = name
+        self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(most_waiting)
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._has_failed = self._is_full = False
+        self._thread.start()
+
+    def put(self, work: Callable[[], None]) -> None:
+        """Adds work, without waiting for it."""
+        try:
+            self._queue.put_nowait(work)
+        except queue.Full:
+            if not self._is_full:
+                logger.warning("%s does not keep up: what follows is left out there", self._name)
+            self._is_full = True
+
+    def close(self, seconds: float) -> bool:
+        """Waits until all work is done, for so long at most. Returns whether it is."""
+        try:
+            self._queue.put(None, timeout=seconds)
+            self._thread.join(seconds)
+        except queue.Full:
+            pass
+        if self._thread.is_alive():
+            logger.warning("%s has not ended within %g s: the rest of its work is lost", self._name, seconds)
+        return not self._thread.is_alive()
+
+    def _work(self) -> None:
+        while (work := self._queue.get()) is not None:
+            try:
+                work()
+            except Exception as error:  # of a service, whatever it is
+                if not self._has_failed:
+                    reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+                    logger.error("%s: %s; training goes on", self._name, reason)
+                self._has_failed = True
