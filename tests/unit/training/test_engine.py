@@ -170,7 +170,7 @@ def test_errors() -> None:
         ConfigError, match="optimizer=soap keeps whole matrices in fp32, not optimizer_state_dtype=int8"
     ):
         load("--optimizer soap --optimizer-state-dtype int8".split())
-    with pytest.raises(ConfigError, match="dion_rank_fraction=1.5 exceeds 1"):
+    with pytest.raises(ConfigError, match=r"dion_rank_fraction=1\.5 exceeds 1"):
         OptimizerConfig(dion_rank_fraction=1.5)
     config = RunConfig(optimizer=OptimizerConfig(optimizer=OptimizerName.MUON), data=DataConfig(data_path=["x"]))
     config.parallel.tensor_model_parallel_size = 2
