@@ -9,6 +9,9 @@ least, each input read and each output written once; the share is of the copy ba
 before and after. The floor of AdamW is 28 bytes a parameter: bf16 gradient, fp32 master and moments in and out, bf16
 parameter.
 Muon has no such floor: it is timed on the experts of one Mula-7B layer, in TFLOP/s of its matrix products.
+The other optimizers of whole matrices are timed on the same experts, ours in one batch and the reference matrix by
+matrix, as the mean of steps 2 to 21 (whole periods of what is done every tenth step), with the peak memory:
+`--only-matrices --muon-experts 8 --repetitions 5`. The first step, which begins with an eigendecomposition, is apart.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a check
 
 from device_check import require_device
 
-from deepspeed_ext.optimizers import Lion, Muon, Shard, StepScalars, shard_optimizer_for
+from deepspeed_ext.optimizers import OWN_OPTIMIZERS, Lion, Muon, Shard, StepScalars, shard_optimizer_for
 from deepspeed_ext.optimizers.base import LocalMatrices, MatrixOptimizer
 
 BUCKET = 1 << 26  # elements, deepspeed_ext's default
@@ -62,6 +65,25 @@ class Clock:
             event.record()
         self.module.synchronize()
         return [a.elapsed_time(b) for a, b in pairwise(events)]
+
+    def once(self, step: Callable[[], Any]) -> float:
+        """One step from a device at rest to a device at rest."""
+        self.synchronize()
+        started = time.perf_counter()
+        step()
+        self.synchronize()
+        return (time.perf_counter() - started) * 1e3
+
+    def synchronize(self) -> None:
+        if self.on_gpu:
+            self.module.synchronize()
+
+    def reset_peak(self) -> None:
+        if self.on_gpu:
+            self.module.reset_peak_memory_stats()
+
+    def peak(self) -> float:
+        return self.module.max_memory_allocated() / 1e9 if self.on_gpu else 0.0
 
     def release(self) -> None:
         if self.on_gpu:
@@ -195,6 +217,87 @@ def muon(clock: Clock, device: torch.device, repetitions: int, layers_experts: i
     return rows
 
 
+PERIOD = 10  # steps from one renewal to the next, of ours and of the references
+
+
+def references() -> dict[str, tuple[dict[str, Any], Callable[[list[Any]], torch.optim.Optimizer] | None]]:
+    """Of each optimizer its options and its reference; Dion has none that is installed."""
+    import galore_torch
+    import pytorch_optimizer as other
+
+    galore = {"rank": 128, "update_proj_gap": PERIOD, "scale": 0.25}
+
+    def shampoo(params: list[Any]) -> torch.optim.Optimizer:
+        return other.ScalableShampoo(
+            params, preconditioning_compute_steps=PERIOD, start_preconditioning_step=PERIOD, block_size=1024,
+            shape_interpretation=False, graft_type=3, moving_average_for_momentum=True, nesterov=False,
+        )  # fmt: skip
+
+    return {
+        "NorMuon": ({}, lambda params: other.NorMuon([{"params": params, "use_muon": True}])),
+        "SOAP": ({"precondition_frequency": PERIOD}, lambda params: other.SOAP(params, precondition_frequency=PERIOD)),
+        "Shampoo": ({"precondition_frequency": PERIOD}, shampoo),
+        "GaLore": (
+            galore,
+            lambda params: galore_torch.GaLoreAdamW(
+                [{"params": params, "proj_type": "std", **galore}], no_deprecation_warning=True
+            ),
+        ),
+        "Dion": ({}, None),
+    }
+
+
+def whole_matrices(clock: Clock, device: torch.device, count: int) -> list[dict[str, Any]]:
+    """Steps of each matrix optimizer and of its reference on ``count`` experts."""
+    rows = []
+    for name, (options, reference) in references().items():
+        for who, build in (("ours", None), ("reference", reference)):
+            if who == "reference" and build is None:
+                continue
+            clock.reset_peak()
+            step = stepper(name, options, build, device, count)
+            first, times = clock.once(step), [clock.once(step) for _ in range(2 * PERIOD)]
+            peak, mean = clock.peak(), statistics.mean(times)
+            rows.append({"name": name, "who": who, "first_ms": first, "ms": times, "mean_ms": mean, "peak_gb": peak})
+            print(f"{name:10s} {who:10s} first {first:10.1f} ms, mean {mean:9.2f} ms, peak {peak:6.2f} GB", flush=True)
+            del step
+            clock.release()
+    return rows
+
+
+def stepper(
+    name: str,
+    options: dict[str, Any],
+    reference: Callable[[list[Any]], torch.optim.Optimizer] | None,
+    device: torch.device,
+    count: int,
+) -> Callable[[], Any]:
+    """A step on the matrices of ``count`` experts, with the same gradients in every step but for a factor."""
+    if reference is not None:
+        params = [torch.nn.Parameter(torch.randn(INNER, WIDTH, device=device) * 0.02) for _ in range(3 * count)]
+        for param in params:
+            param.grad = torch.randn_like(param)
+        return reference(params).step
+    optimizer = OWN_OPTIMIZERS[name]([torch.zeros(INNER, WIDTH, requires_grad=True)], lr=1e-3, **options)
+    group, numel = optimizer.param_groups[0], 3 * count * INNER * WIDTH
+    rule = shard_optimizer_for(optimizer, group)
+    assert isinstance(rule, MatrixOptimizer)
+    shard = Shard(
+        random(numel, device, torch.float32, 0.02),
+        random(numel, device, torch.bfloat16),
+        torch.empty(numel, dtype=torch.bfloat16, device=device),
+    )
+    shard.state = rule.new_state(shard, group)
+    states = rule.new_matrix_states(3 * count, (INNER, WIDTH), group, device)
+    whole, taken = LocalMatrices(3 * count, (INNER, WIDTH), states), [0]
+
+    def step() -> None:
+        taken[0] += 1
+        rule.update_matrices_([shard], whole, group, StepScalars.of(device, taken[0]))
+
+    return step
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
@@ -202,6 +305,7 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=15)
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--muon-experts", type=int, default=EXPERTS, help="0 leaves Muon out")
+    parser.add_argument("--only-matrices", action="store_true", help="time the optimizers of whole matrices only")
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
     require_device(parser, args.device)
@@ -210,6 +314,18 @@ def main() -> None:
     device = torch.device(args.device)
     clock = Clock(device)
     name = "cpu" if device.type == "cpu" else clock.module.get_device_name(device)
+    if args.only_matrices:
+        result = {
+            "command": " ".join(sys.argv),
+            "device": name,
+            "torch": torch.__version__,
+            "experts": args.muon_experts,
+        }
+        result["muon"] = muon(clock, device, args.repetitions, args.muon_experts)
+        result["whole_matrices"] = whole_matrices(clock, device, args.muon_experts)
+        if args.out:
+            args.out.write_text(json.dumps(result, indent=1) + "\n")
+        return
     before = copy_bandwidth(clock, device, args.numel)
     rows = elementwise(clock, device, args.numel, args.repetitions)
     bandwidth = max(before, copy_bandwidth(clock, device, args.numel))

@@ -1,20 +1,30 @@
 """Optimizers of whole matrices at layouts of ranks against one process: three steps of the training program, fp32.
 
 Tensor and expert tensor parallelism cut matrices, expert parallelism spreads them, pipeline stages hold some of them.
+Checkpoints go from any of these layouts to another, and a resumed run goes on bit for bit.
 """
 
 from __future__ import annotations
 
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
+from megatron.optimus.checkpoint import load, save, training_slices
+from megatron.optimus.checkpoint.slices import TensorSlice
 from megatron.optimus.config.schema import OptimizerName, TokenDispatcherType
-from tests.distributed.layouts import deviation, part_of
+from megatron.optimus.context import RunContext
+from megatron.optimus.platform.mesh import Mesh
+from tests.distributed.layouts import Case as LayoutCase
+from tests.distributed.layouts import deviation, inputs_of, part_of
 from tests.distributed.test_training_layouts import Trained, _init, train
-from tests.distributed.training_cases import Case
+from tests.distributed.training_cases import Case, run_config
 from tests.helpers import run_distributed
+from tests.unit.checkpoint.helpers import CONFIG
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "muon": {},
@@ -25,6 +35,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "galore": dict(galore_rank=6, galore_update_proj_gap=2),
     "dion": {},
 }
+STATEFUL = [name for name in OPTIMIZERS if name != "muon"]
 LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {  # ranks, parallel options, optimizer's options
     "tp 2": (2, dict(tensor_model_parallel_size=2), {}),
     "tp 2 x ep 2, small buckets": (
@@ -91,3 +102,111 @@ def test_three_steps_equal_one_process(measured: Any, layout: str, name: str) ->
         lines = found.pop("lines")
         assert {key: value for key, value in found.items() if not value <= 1e-5} == {}, rank
         assert lines <= 1e-5, rank
+
+
+# ---- checkpoints
+
+
+class Run:
+    """An engine at a layout, which takes steps on batches that are the same for every data-parallel rank."""
+
+    def __init__(self, rank: int, world: int, name: str, layout: str | None) -> None:
+        from megatron.optimus.training.engine import build_engine, build_model
+
+        parallel, options = LAYOUTS[layout][1:] if layout else ({}, {})
+        config = run_config(case_of(name, parallel, options))
+        self.mesh = Mesh(config.parallel, rank=rank, world_size=world)
+        run = RunContext.of(config, self.mesh, torch.device("cpu"))
+        self.model = build_model(run)
+        self.engine = build_engine(run, self.model)
+
+    def step(self, number: int) -> None:
+        """One step; number 2 has a gradient that is not finite and is skipped."""
+        tokens, labels, *_ = inputs_of(number, LayoutCase({}, {}))
+        output = self.model(tokens, labels)
+        loss = output.loss_sum / tokens.numel() + 0.3 * output.aux_loss
+        self.engine.set_gradient_accumulation_boundary(True)
+        self.engine.backward(loss * (torch.inf if number == 2 else 1.0))
+        self.engine.step()
+
+    def state(self) -> list[tuple[str, str, Tensor]]:
+        slices = training_slices(self.model, self.engine.optimizer, buffers=True)
+        return [(one.name, one.kind, one.tensor.clone()) for one in slices]
+
+    def save(self, root: Path) -> Path:
+        is_first = self.mesh.index("dense") == 0 and self.mesh.index("tp") == 0
+        slices = training_slices(self.model, self.engine.optimizer, buffers=is_first)
+        if self.mesh.index("tp") > 0:  # as the program does
+            cut = {name for name, p in self.model.named_parameters() if hasattr(p, "tensor_model_parallel")}
+            slices = [one for one in slices if one.name in cut]
+        return save(root, 1, slices, kind="full", consumed_samples=1, config=CONFIG, metadata={})
+
+    def load(self, path: Path) -> None:
+        load(path, training_slices(self.model, self.engine.optimizer, buffers=True, to_load=True))
+        self.engine.optimizer.step_count = 2
+        self.engine.optimizer.sync_params_from_master()
+
+
+def assert_same(found: list[tuple[str, str, Tensor]], expected: list[tuple[str, str, Tensor]]) -> None:
+    for (*one, value), (*other, wanted) in zip(found, expected, strict=True):
+        assert one == other and torch.equal(value, wanted), one
+
+
+def train_and_save(rank: int, world: int, folder: Path, layout: str) -> None:
+    """Two steps and a skipped one, a checkpoint, and one more: of the run itself, and of one that resumes."""
+    _init()
+    for name in STATEFUL:
+        unbroken, resumed = (Run(rank, world, name, layout) for _ in range(2))
+        for number in (0, 1, 2):
+            before = unbroken.state()
+            unbroken.step(number)
+            if number == 2:
+                assert_same(unbroken.state(), before)
+        path = unbroken.save(folder / name / "first")
+        resumed.load(path)
+        assert_same(resumed.state(), unbroken.state())
+        for run in (unbroken, resumed):
+            run.step(3)
+        assert_same(resumed.state(), unbroken.state())
+
+
+def load_and_save(rank: int, world: int, folder: Path, source: str, target: str, layout: str | None) -> None:
+    _init()
+    for name in STATEFUL:
+        run = Run(rank, world, name, layout)
+        run.load(next((folder / name / source).iterdir()))
+        run.save(folder / name / target)
+
+
+def whole_tensors(folder: Path) -> dict[tuple[str, str], Tensor]:
+    from megatron.optimus.checkpoint.manifest import read_manifest
+
+    [path] = folder.iterdir()
+    entries = read_manifest(path).tensors
+    slices = []
+    for (name, kind), entry in entries.items():
+        flat = torch.full((max(1, torch.Size(entry.shape).numel()),), torch.nan)
+        slices.append(TensorSlice(name, kind, entry.shape, 0, len(flat), flat))
+    load(path, slices)
+    return {(one.name, one.kind): one.tensor for one in slices}
+
+
+def test_checkpoints_go_from_any_layout_to_any_other_and_resume_bit_for_bit(tmp_path: Path) -> None:
+    run_distributed(train_and_save, 4, tmp_path, "tp 2 x dp 2, ep 2 x etp 2", timeout=300)
+    run_distributed(load_and_save, 1, tmp_path, "first", "second", None, timeout=300)
+    run_distributed(load_and_save, 4, tmp_path, "second", "third", "tp 2 x ep 2, small buckets", timeout=300)
+    kinds = {
+        "normuon": {"momentum_buffer", "row_moment"},
+        "soap": {"exp_avg", "exp_avg_sq", "left_factor", "right_factor", "left_basis", "right_basis"},
+        "shampoo": {"exp_avg", "exp_avg_sq", "left_factor", "right_factor", "left_root", "right_root"},
+        "galore": {"projector", "exp_avg", "exp_avg_sq"},
+        "dion": {"momentum", "basis"},
+    }
+    for name, own_kinds in kinds.items():
+        expected = whole_tensors(tmp_path / name / "first")
+        of_experts = {kind for key, kind in expected if key == "layers.1.moe.experts.gate_up_weight"}
+        assert of_experts == own_kinds | {"master"}
+        for folder in ("second", "third"):
+            found = whole_tensors(tmp_path / name / folder)
+            assert found.keys() == expected.keys()
+            assert all(torch.equal(found[key], value) and value.isfinite().all() for key, value in expected.items())

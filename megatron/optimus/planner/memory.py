@@ -21,7 +21,8 @@ from megatron.optimus.planner.optimizer_state import (
 
 # Not counted by hand: cuBLAS takes 32 MiB for each stream it works on, two here (an H200's default).
 LIBRARIES = 64 * 2**20
-MUON_BATCH = 2**26  # elements that Muon orthogonalises at once
+MUON_BATCH = 2**26  # elements that an optimizer of matrices works on at once
+OWNER_TEMPORARIES = 8  # of the size of a batch, where states are whole matrices: moments, products, new states
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,9 @@ def memory_of(rank: RankPlan, kernels: Kernels = CUDA) -> Memory:
     head = head_parts(rank, kernels) if rank.has_head else []
     moments = _of_a_step(rank, chunks, head)
     moments += _of_a_first_backward(rank, chunks[-1], pool)
-    moments += _around_the_step(flat, states, pool.buffers + buffers, sent_copies(rank, flat))
+    has_flat_states = rank.config.optimizer.optimizer.keeps_flat_states
+    others, sent = pool.buffers + buffers, sent_copies(rank, flat)
+    moments += _around_the_step(flat, states, others, sent, has_flat_states=has_flat_states)
     return Memory(
         rank.pipeline_rank,
         states,
@@ -170,7 +173,9 @@ def _of_a_first_backward(rank: RankPlan, layers: list[list[PartMemory]], pool: P
     return [*moments, Moment("first backward, end", alive, pool.first_end - pool.buffers)]
 
 
-def _around_the_step(flat: list[PlannedFlatBuffer], states: StateBytes, others: int, sent: int) -> list[Moment]:
+def _around_the_step(
+    flat: list[PlannedFlatBuffer], states: StateBytes, others: int, sent: int, *, has_flat_states: bool
+) -> list[Moment]:
     """Moments of the start, when weights still lie outside of their flat buffers, and of the optimizer's step.
 
     Relative to what stays.
@@ -180,7 +185,8 @@ def _around_the_step(flat: list[PlannedFlatBuffer], states: StateBytes, others: 
         moments.append(Moment("end of backward, gradients on their way", 0, sent))
     matrices = [buffer for buffer in flat if buffer.is_matrix]
     if matrices:
-        moments.append(Moment("optimizer", 0, _muon_workspace(matrices)))
+        work = _muon_workspace if has_flat_states else _owner_workspace
+        moments.append(Moment("optimizer", 0, work(matrices)))
     return moments
 
 
@@ -189,6 +195,13 @@ def _muon_workspace(matrices: list[PlannedFlatBuffer]) -> int:
     largest = max(matrices, key=lambda buffer: buffer.shard)
     travelling = 4 * largest.shard if largest.group_size > 1 else 0
     return 2 * largest.shard + 8 * min(MUON_BATCH, largest.bucket) + travelling
+
+
+def _owner_workspace(matrices: list[PlannedFlatBuffer]) -> int:
+    """Updates in fp32 of optimizers/owner_states.py, those that travel both ways, and temporaries of one batch."""
+    largest = max(matrices, key=lambda buffer: buffer.shard)
+    travelling = 8 * largest.shard if largest.group_size > 1 else 0
+    return 4 * largest.shard + OWNER_TEMPORARIES * 4 * min(MUON_BATCH, largest.bucket) + travelling
 
 
 def _buffers(rank: RankPlan) -> int:

@@ -16,6 +16,7 @@ from megatron.optimus.config.family import ParameterKind
 from megatron.optimus.config.rank_plan import RankPlan
 from megatron.optimus.config.schema import OptimizerName, StateDtype
 from megatron.optimus.models.parameters import RankParameter, rank_parameters
+from megatron.optimus.planner.matrix_states import matrix_state_bytes
 
 ALIGNMENT = 256  # elements
 DEFAULT_BUCKET = 1 << 26  # elements
@@ -27,7 +28,7 @@ class PlannedFlatBuffer:
     """Parameters that are updated alike, sharded over ``group_size`` ranks."""
 
     is_expert: bool
-    is_matrix: bool  # Muon orthogonalises them
+    is_matrix: bool  # an optimizer of whole matrices updates them
     group_size: int
     numels: tuple[tuple[int, int], ...]  # (elements, how many such parameters)
     bucket_limit: int
@@ -128,8 +129,9 @@ def state_bytes(rank: RankPlan, buffer: PlannedFlatBuffer) -> StateBytes:
 
 
 def total_state_bytes(rank: RankPlan) -> StateBytes:
-    """Sums the bytes of all flat buffers of a rank."""
+    """Sums the bytes of all flat buffers of a rank, and of the states of the matrices that it owns."""
     each = [state_bytes(rank, buffer) for buffer in flat_buffers(rank)]
+    each.append(StateBytes(0, 0, 0, matrix_state_bytes(rank)))
     return StateBytes(*(sum(getattr(one, name) for one in each) for name in StateBytes.__dataclass_fields__))
 
 

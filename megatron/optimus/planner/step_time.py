@@ -23,12 +23,13 @@ from megatron.optimus.config.costs import (
     flops_per_token,
 )
 from megatron.optimus.config.rank_plan import RankPlan, group_identical_ranks
-from megatron.optimus.config.schema import PipelineSchedule
+from megatron.optimus.config.schema import OptimizerName, PipelineSchedule
 from megatron.optimus.models.activations import CUDA, Kernels, layer_parts
 from megatron.optimus.models.parameters import rank_parameters
 from megatron.optimus.models.work import head_work, last_product_work, layer_work, router_work, shared_work
 from megatron.optimus.planner.communication import collectives
 from megatron.optimus.planner.hardware import Machine
+from megatron.optimus.planner.matrix_states import matrix_work
 from megatron.optimus.planner.optimizer_state import flat_buffers, num_moments
 from megatron.optimus.planner.pipeline import bubble_seconds
 
@@ -104,13 +105,13 @@ def update_work(rank: RankPlan) -> OperationCounts:
         width = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0 + 4 / 256}[rank.config.optimizer.optimizer_state_dtype.value]
         per_element = 2 * max(kept, sent) + 2 * FP32 + rank.element_bytes + 2 * num_moments(rank, buffer) * width
         total += OperationCounts(memory_bytes=per_element * buffer.shard)
-        if buffer.is_matrix:
+        if buffer.is_matrix and rank.config.optimizer.optimizer in (OptimizerName.MUON, OptimizerName.NORMUON):
             side = min(rank.model.hidden_size, rank.model.moe_ffn_hidden_size or rank.model.ffn_hidden_size)
             steps = rank.config.optimizer.muon_num_ns_steps
             total += OperationCounts(
                 gemm_flops=steps * 6.0 * side * buffer.shard, memory_bytes=steps * 12.0 * buffer.shard
             )
-    return total
+    return total + matrix_work(rank)
 
 
 def micro_batch_work(rank: RankPlan, kernels: Kernels = CUDA) -> OperationCounts:

@@ -32,6 +32,11 @@ WORLDS = [
     (MOE + "--optimizer pytorch_optimizer:Tiger --tensor-model-parallel-size 2", 1, 2),
     (MOE + "--optimizer mars --optimizer-state-dtype bf16 --params-dtype bf16", 1, 2),
     ("--no-weight-decay-norms --no-weight-decay-embeddings --grad-reduce-in-bf16 --zero-stage 2", 0, 2),
+    (MOE + "--optimizer soap --soap-max-dim 30", 0, 1),
+    (MOE + "--optimizer shampoo --shampoo-block-size 12", 0, 1),
+    (SHARED + "--optimizer galore --galore-rank 8", 0, 1),
+    (MOE + "--optimizer dion", 0, 1),
+    ("--optimizer normuon", 0, 1),
     ("--preset mula-220b-a10b --global-batch-size 12288", 12287, 12288),
 ]
 
