@@ -106,6 +106,26 @@ def test_what_a_device_is(
     assert got == Hardware(key, 108, 166912, has_tma=engine, keeps_last_stage=keeps)
 
 
+def test_an_amd_gpu_has_no_engine_and_is_not_taken_for_a_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch calls it cuda, of capability 9.4. Properties as Triton reports them of an MI300X; no AMD GPU ran this."""
+    found = {"multiprocessor_count": 304, "max_shared_mem": 65536}
+    utils = SimpleNamespace(get_device_properties=lambda index: found if index == 3 else None)
+    triton = SimpleNamespace(
+        __version__="3.6", runtime=SimpleNamespace(driver=SimpleNamespace(active=SimpleNamespace(utils=utils)))
+    )
+    monkeypatch.setitem(sys.modules, "triton", triton)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 4))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "MI300X")
+    properties = SimpleNamespace(gcnArchName="gfx942:sramecc+:xnack-")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    got = REAL_HARDWARE.__wrapped__(torch.device("cuda", 3))
+    assert got == Hardware("MI300X, gfx942, triton 3.6", 304, 65536, False, False, 65536, splits_in_shared=True)
+    for problem in layer_problems(64, 2048, 1024, 8, 16384, torch.bfloat16, torch.float32):
+        assert all(shared_bytes(problem.kernel, tiles, got) <= 65536 for tiles in fitting(problem, got))
+    assert fitting(PRODUCT, got)[0] == Tiles(128, 128, 32, 4, 4, 2)
+
+
 def test_an_intel_gpu_takes_the_path_without_an_engine_and_tiles_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Properties as triton-xpu reports them of a tile of a Max 1550; no Intel GPU ran this."""
     found = {"multiprocessor_count": 64, "max_shared_mem": 131072, "sub_group_sizes": (16, 32)}

@@ -187,6 +187,7 @@ def _linear_gradients(dlogits: Tensor, x: Tensor, weight: Tensor, dx: Tensor | N
 
 def _on_tensor_cores(x: Tensor, weight: Tensor) -> bool:
     is_wide = x.dtype == weight.dtype == torch.bfloat16 and x.is_cuda and x.shape[0] > 0
+    is_wide = is_wide and torch.version.hip is None  # whether ROCm multiplies 16 bits to fp32 was not tried
     return is_wide and resolve_routing(x.device) == Backend.TRITON
 
 

@@ -55,6 +55,8 @@ class Hardware(NamedTuple):
     has_tma: bool  # copies tiles by itself: NVIDIA's tensor memory engine
     keeps_last_stage: bool  # products read shared memory without a copy in registers, so every stage is a buffer
     register_bytes: int = _NVIDIA_REGISTERS  # of one warp
+    # AMD: results leave from registers, but sums that are split, gate from up, pass through shared memory.
+    splits_in_shared: bool = False
 
 
 @functools.cache
@@ -82,6 +84,7 @@ def hardware(device: torch.device) -> Hardware:
         has_tma=capability >= (9, 0),
         keeps_last_stage=capability[0] in (9, 10),
         register_bytes=registers,
+        splits_in_shared=is_amd,
     )
 
 
@@ -104,6 +107,8 @@ def shared_bytes(kernel: str, tiles: Tiles, machine: Hardware) -> int:
     result = rows * cols * 2
     if kernel.startswith("weight_gradient_add"):  # leaves in four parts
         result = rows * cols // 4 * (4 if kernel.endswith("fp32") else 2)
+    if machine.splits_in_shared:
+        result = rows * wide * 4 if kernel == "up_swiglu" else 0
     buffers = stages if machine.keeps_last_stage else stages - 1
     return buffers * (rows + wide) * depth * 2 + result + 1024
 
