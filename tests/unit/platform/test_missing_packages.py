@@ -37,6 +37,7 @@ WORDS = {
     "generate": "runs/none --prompt a",
     "evaluate": "runs/none --tasks a",
     "report": "runs/none",
+    "watch": "runs/none",
     "verify": "runs/none",
     "expert-balance": "runs/none",
     "tune-kernels": "--preset mula-tiny",
