@@ -27,6 +27,7 @@ COMMANDS = {
     "serve": ("megatron.optimus.commands.serve", "serve a checkpoint over an OpenAI-compatible API"),
     "evaluate": ("megatron.optimus.commands.evaluate", "evaluate a checkpoint on tasks of lm-eval's harness"),
     "report": ("megatron.optimus.commands.report", "make a page of runs: curves, time, experts, configuration"),
+    "watch": ("megatron.optimus.commands.watch", "watch a run in the terminal, by the files in its folder"),
     "verify": ("megatron.optimus.commands.verify", "verify, list or compare checkpoints"),
     "expert-balance": (
         "megatron.optimus.commands.expert_balance",

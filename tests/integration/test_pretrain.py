@@ -66,7 +66,7 @@ def test_every_step_is_reported_and_the_loss_falls(unbroken: Path) -> None:
     phases = "imports process_group data model kernels weights optimizer checkpoint first_step other".split()
     start = {key.removeprefix("startup_s/"): value for key, value in lines[0].items() if key.startswith("startup_s/")}
     assert start.pop("total") == pytest.approx(sum(start.values())) and set(start) == set(phases)
-    assert start["imports"] > 0.5 and start["first_step"] >= lines[0]["step_time_s"] / 2
+    assert start["imports"] > 0 and start["first_step"] >= lines[0]["step_time_s"] / 2
     assert not [key for line in lines[1:] for key in line if key.startswith("startup_s/")]
     again = load_run(["--config", str(unbroken / "config.yaml")]).config
     assert (again.training.train_iters, again.parallel.expert_model_parallel_size) == (8, 2)
@@ -137,7 +137,7 @@ def test_a_killed_rank_leaves_lines_not_tracebacks(tmp_path: Path, tokens: Path)
         said = run.stderr.read().splitlines()
     assert run.returncode == 128 + signal.SIGKILL
     assert not [line for line in said if "Traceback" in line], said[-30:]
-    assert said[-1].startswith("error: rank 1 ended with signal SIGKILL and the other ranks were stopped")
+    assert re.match("error: rank [01] ended with signal SIGKILL and the other ranks were stopped", said[-1])
 
 
 @pytest.mark.parametrize(

@@ -157,7 +157,7 @@ function chart({ title, keys, points = [], unit = "", height = 210, big = false,
     const brush = svg("rect", { class: "brush", y: top, height: h, visibility: "hidden" });
     plot.append(brush, cursor);
     self.cursor = cursor; self.brush = brush;
-    const ends = lines.filter(line => !line.dashed && line.run === lines[0].run), final = line => [...line.y].reverse().find(value => value !== null);
+    const ends = lines.filter(line => !line.dashed && line.run === lines[0].run), final = line => { const all = line.isPoints ? line.raw : series(line.key, line.run).mean; return [...all].reverse().find(value => value !== null); };
     last.replaceChildren(...(many || ends.length !== 1 ? [unit] : [el("span", { className: "last", text: format(final(ends[0])) }), unit ? ` ${unit}` : ""]));
   }
   function nearest(line, x) {

@@ -55,7 +55,7 @@ def write_report_of_run(folder: Path) -> Path | None:
 
 def page(runs: Sequence[Run]) -> str:
     """The page as text; to be written as UTF-8."""
-    data = {
+    data: dict[str, Any] = {
         "made": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "version": __version__,
         "defaults": _flat_config(to_dict(RunConfig())),

@@ -67,13 +67,10 @@ class StepMetrics:
             raise ValueError(f"metrics.record: {', '.join(sorted(taken))} are fields of every step; use another name")
 
 
-_ABSENT_IF_NONE = ("peak_memory_gib", "skipped", "valid_loss", "pause_s", "save_stall_s", "save_drain_s")
-_ABSENT_IF_NONE += ("lost_steps", "lost_s")
-_BY_NAME = {
-    "valid_losses": "valid_loss",
-    "task_scores": "task",
-    "startup_s": "startup_s",
-}  # fields with a number for each name: their keys
+_ABSENT_IF_NONE = {"peak_memory_gib", "skipped", "valid_loss", "pause_s", "save_stall_s", "save_drain_s"}
+_ABSENT_IF_NONE |= {"lost_steps", "lost_s"}
+# Fields with a number for each name: their keys.
+_BY_NAME = {"valid_losses": "valid_loss", "task_scores": "task", "startup_s": "startup_s"}
 
 
 def flat(metrics: StepMetrics) -> dict[str, Any]:
@@ -137,14 +134,14 @@ class MetricsWriter:
         self.path = Path(run_dir) / FILE_NAME
         self._file, lost = open_steps(self.path, resume_step)
         # What was lost twice counts twice: the lines that are removed may say what was lost before them.
-        seconds = sum(_number(one, name) for one in lost for name in ("step_time_s", "pause_s", "lost_s"))
-        self._lost = {"lost_steps": len(lost) + sum(int(_number(one, "lost_steps")) for one in lost), "lost_s": seconds}
+        self._lost_s = sum(_number(one, name) for one in lost for name in ("step_time_s", "pause_s", "lost_s"))
+        self._lost_steps = len(lost) + sum(int(_number(one, "lost_steps")) for one in lost)
 
     def write(self, metrics: StepMetrics) -> None:
         """Appends one line; it is in the file when this returns. The first one says what was lost before it."""
-        if self._lost["lost_steps"]:
-            metrics = dataclasses.replace(metrics, **self._lost)
-        self._lost = {"lost_steps": 0}
+        if self._lost_steps:
+            metrics = dataclasses.replace(metrics, lost_steps=self._lost_steps, lost_s=self._lost_s)
+        self._lost_steps = 0
         self._file.write(to_json(metrics) + "\n")
 
     def close(self) -> None:

@@ -78,6 +78,7 @@ COMMANDS = [
     ["plan", f"--{ESCAPE}"],
     ["expert-balance", ESCAPE],
     ["report", ESCAPE],
+    ["watch", ESCAPE],
     [ESCAPE],
 ]
 

@@ -40,6 +40,7 @@ WORDS = {
     "serve": "runs/none",
     "evaluate": "runs/none --tasks a",
     "report": "runs/none",
+    "watch": "runs/none",
     "verify": "runs/none",
     "expert-balance": "runs/none",
     "doctor": "",
