@@ -58,7 +58,7 @@ class KVCache:
         assert stop <= self.capacity, f"{stop} positions, the cache has {self.capacity}"
         rope = self._prepare(torch.arange(self.length, stop, device=tokens_BS.device))
         attentions = [block.attention for block in self._model.layers]
-        before = [attention.core_attention for attention in attentions]
+        before = [attention.core_attention for attention in attentions]  # type: ignore[union-attr]
         for attention, layer in zip(attentions, self._layers, strict=True):
             attention.core_attention = layer  # type: ignore[union-attr]
         try:
