@@ -34,7 +34,7 @@ class WandbTracker(Tracker):
 
     def __init__(self, project: str, name: str | None, run_dir: Path, config: dict[str, Any]) -> None:
         """Raises ConfigError without the wandb package."""
-        require_package("wandb", f"wandb_project={project!r}", "wandb", "wandb")
+        require_package("wandb", f"wandb_project={project!r}", "pip install wandb (extra [wandb])")
         self._project, self._name, self._run_dir, self._config = project, name or run_dir.name, run_dir, config
 
     def open(self) -> None:
