@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,8 @@ def test_scores_are_those_of_the_checkpoint_and_training_is_as_without(
     assert out.count("tasks at step 2: ") == out.count("tasks at step 4: ") == 1
     lines = read_metrics(tmp_path / "with/metrics.jsonl")
     found = [{key: value for key, value in line.items() if key.startswith("task/")} for line in lines]
+    for line in (lines[1], lines[3]):  # every token is a byte
+        assert line["bits_per_byte/validation"] == pytest.approx(line["valid_loss"] / math.log(2))
     assert [bool(scores) for scores in found] == [False, True, False, True]
     assert found[3] == pytest.approx(scores_of_checkpoint(tmp_path / "with", tmp_path / "scores.json"), rel=1e-6)
     assert "task/optimus_arithmetic/exact_match/strict" in found[3]

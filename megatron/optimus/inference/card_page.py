@@ -127,10 +127,9 @@ def _diagram(found: Calibration) -> str:
 def _reliability(cards: Sequence[TaskCard]) -> str:
     rows = []
     for card in cards:
-        kinds = {"examples (seeds)": card.by_seed, "instructions": card.by_instruction}
-        for kind, values in kinds.items():
-            if len(values) > 1:
-                own = list(values.values())
+        kinds = {"examples (seeds)": [*card.by_seed.values()], "instructions": [*card.by_instruction.values()]}
+        for kind, own in kinds.items():
+            if len(own) > 1:
                 low, high = min(own), max(own)
                 numbers = [f"{number:.4g}" for number in (fmean(own), low, high, high - low)]
                 rows.append([card.name, card.metric, kind, str(len(own)), *numbers])

@@ -75,9 +75,9 @@ class TasksInTraining:
         run, training = self._run, self._run.config.training
         ends = end_ids(metadata.get(GENERATION_FIELD), metadata.get(TOKEN_IDS_FIELD), self._tokenizer)
         text_model = TextModel(model, self._tokenizer, ends, run.mesh, run.device)
-        options = dict(batch_size=training.micro_batch_size, limit=training.eval_tasks_limit)
+        size, limit = training.micro_batch_size, training.eval_tasks_limit
         with self._as_loaded(model):
-            found, error = attempt(partial(run_tasks, text_model, self._tasks, **options))
+            found, error = attempt(partial(run_tasks, text_model, self._tasks, batch_size=size, limit=limit))
         if error is not None and not isinstance(error, ConfigError):
             raise error
         if run.ranks.first_failure(error) is not None:
@@ -99,7 +99,7 @@ class TasksInTraining:
             self._dispatchers = self._build_dispatchers(model)
         attentions = [block.attention for block in model.layers]
         before = [(layer.dispatcher, layer.router.balancing) for layer in layers]
-        attention_before = [attention.core_attention for attention in attentions]
+        attention_before = [attention.core_attention for attention in attentions]  # type: ignore[union-attr]
         is_training = model.training
         model.eval()
         try:

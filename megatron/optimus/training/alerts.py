@@ -22,6 +22,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from megatron.optimus.context import RunContext
@@ -107,7 +108,7 @@ class Alerts:
             self._thread = self._thread or Background("alerts")
             self._thread.put(lambda: self._write(alert))
             if self._command is not None:
-                self._thread.put(lambda: self._run(alert))
+                self._thread.put(partial(self._run, self._command, alert))
             for sink in self._sinks:
                 sink(alert)
 
@@ -117,7 +118,7 @@ class Alerts:
         with open(open_regular(Path(self._run_dir) / FILE_NAME, flags), "a", encoding="utf-8") as file:
             file.write(alert.to_json() + "\n")
 
-    def _run(self, alert: Alert) -> None:
+    def _run(self, command: str, alert: Alert) -> None:
         """Runs the command, and kills it with all it has started when its time is over."""
         now = time.monotonic()
         while self._starts and now - self._starts[0] > PER_SECONDS:
@@ -129,10 +130,8 @@ class Alerts:
         with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as said:  # a pipe can be held open for ever
             given.write(alert.to_json().encode() + b"\n")
             given.seek(0)
-            process = subprocess.Popen(
-                *(self._command or "",),
-                **dict(shell=True, stdin=given, stdout=subprocess.DEVNULL, stderr=said, start_new_session=True),
-            )
+            outputs = {"stdout": subprocess.DEVNULL, "stderr": said}
+            process = subprocess.Popen(command, shell=True, stdin=given, start_new_session=True, **outputs)  # type: ignore[call-overload]
             try:
                 code = process.wait(_COMMAND_SECONDS)
             except subprocess.TimeoutExpired:

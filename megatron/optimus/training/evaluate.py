@@ -8,15 +8,21 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron.optimus.checkpoint.errors import CheckpointError
+from megatron.optimus.config.choices import TokenizerType
 from megatron.optimus.context import RunContext
 from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.loader import Batch, BatchLoader
+from megatron.optimus.data.tokenize.identity import TokenizerIdentity
+from megatron.optimus.data.tokenize.tokenizer import build_tokenizer, byte_lengths
+from megatron.optimus.layers import NO_LABEL
 from megatron.optimus.platform import device as devices
 from megatron.optimus.platform.files import write_atomically
 from megatron.optimus.platform.memory import needs_memory
@@ -31,8 +37,43 @@ FILE_NAME = "evaluation.json"
 logger = logging.getLogger("optimus")
 
 
-def loss_over(run: RunContext, loader: BatchLoader, schedule: Schedule) -> float:
-    """Mean cross-entropy in nats per label over all batches of ``loader``. Collective.
+class SetLoss(NamedTuple):
+    """Cross-entropy over a set."""
+
+    loss: float  # nats per label
+    bits_per_byte: float | None  # of the text that the labels stand for; None where its bytes are not known
+
+
+def bytes_of_tokens(run: RunContext) -> Tensor | None:
+    """Bytes of text of each token, float64 [V]; None where no tokenizer says it. Collective.
+
+    The tokenizer is the run's, else the one that the token files name, if it is still there.
+    """
+
+    def read() -> bytes:
+        if run.ranks.rank > 0:
+            return b""
+        data, named = run.config.data, run.tokenizer or {}
+        kind, path = data.tokenizer_type, data.tokenizer_model
+        if path is None and kind is not TokenizerType.BYTE:
+            kind, path = TokenizerType(named["type"]) if "type" in named else kind, named.get("model")
+        try:
+            tokenizer = build_tokenizer(kind, path)
+            if path != data.tokenizer_model and TokenizerIdentity.of_tokenizer(
+                kind or TokenizerType.HF, path, tokenizer
+            ).fingerprint != named.get("fingerprint"):
+                return b""
+        except (DataError, OSError):
+            return b""
+        lengths = byte_lengths(tokenizer) or {}
+        return np.array([lengths.get(i, 0) for i in range(run.config.model.vocab_size)] * bool(lengths)).tobytes()
+
+    found = run.ranks.broadcast_bytes(read())
+    return torch.from_numpy(np.frombuffer(found, np.int64).astype(np.float64)).to(run.device) if found else None
+
+
+def loss_over(run: RunContext, loader: BatchLoader, schedule: Schedule, bytes_V: Tensor | None = None) -> SetLoss:
+    """Mean cross-entropy over all batches of ``loader``; ``bytes_V`` as ``bytes_of_tokens`` gives them. Collective.
 
     Raises DataError on every rank where one cannot read its batches.
     """
@@ -43,24 +84,36 @@ def loss_over(run: RunContext, loader: BatchLoader, schedule: Schedule) -> float
         batches = run.ranks.run_on_all_ranks(partial(loader.batch, number * size), "reading validation data", DataError)
         return [batch.to(run.device) for batch in batches]
 
-    return validation_loss(run, schedule, map(read, range(loader.num_batches)))
+    return set_loss(run, schedule, map(read, range(loader.num_batches)), bytes_V)
+
+
+def validation_loss(run: RunContext, schedule: Schedule, batches: Iterable[Sequence[Batch]]) -> float:
+    """Mean cross-entropy in nats per label over global batches, each given as this rank's micro-batches. Collective."""
+    return set_loss(run, schedule, batches).loss
 
 
 @needs_memory("an evaluation")
-def validation_loss(run: RunContext, schedule: Schedule, batches: Iterable[Sequence[Batch]]) -> float:
-    """Mean cross-entropy in nats per label over global batches, each given as this rank's micro-batches. Collective.
+def set_loss(
+    run: RunContext, schedule: Schedule, batches: Iterable[Sequence[Batch]], bytes_V: Tensor | None = None
+) -> SetLoss:
+    """Mean cross-entropy over global batches, each given as this rank's micro-batches. Collective.
 
     A schedule-free optimizer's model is evaluated at the average of its weights.
     """
-    total = torch.zeros(2, dtype=devices.sum_dtype(run.device), device=run.device)  # sum of losses, labels
+    total = torch.zeros(3, dtype=devices.sum_dtype(run.device), device=run.device)  # losses, labels, bytes of these
     with training_state(schedule.engine).averaged_parameters():
         for own in batches:
             # Empty where another pipeline stage has the loss.
             for loss_sum, batch in zip(schedule.evaluate(own), own, strict=False):
-                total += torch.stack([loss_sum.to(total.dtype), torch.full_like(total[0], num_labels(batch))])
+                size = torch.zeros_like(total[0])
+                if bytes_V is not None:
+                    size = bytes_V[batch.labels_BS[batch.labels_BS != NO_LABEL]].sum().to(total.dtype)
+                labels = torch.full_like(total[0], num_labels(batch))
+                total += torch.stack([loss_sum.to(total.dtype), labels, size])
     if (world := run.mesh.group("world")) is not None:
         dist.all_reduce(total, group=world)
-    return (total[0] / total[1].clamp(min=1)).item()
+    loss_sum_all, labels, size = total.tolist()
+    return SetLoss(loss_sum_all / max(labels, 1), loss_sum_all / math.log(2) / size if size else None)
 
 
 def evaluate(run: RunContext) -> None:
@@ -90,12 +143,16 @@ def evaluate_sets(run: RunContext, loaders: Mapping[str, BatchLoader], step: int
     """
     found: dict[str, Any] = {"step": step}
     training = run.config.training
-    tokens = training.global_batch_size * training.seq_length
+    tokens, bytes_V = training.global_batch_size * training.seq_length, bytes_of_tokens(run)
     for name, loader in loaders.items():
-        loss = loss_over(run, loader, schedule)
+        loss, bits = loss_over(run, loader, schedule, bytes_V)
         perplexity = math.exp(min(loss, 700.0))  # beyond that no float holds it
         found[name] = {"loss": loss, "perplexity": perplexity, "tokens": (loader.num_batches or 0) * tokens}
-        logger.info("%s: loss %.4f nats, perplexity %.2f, %d tokens", name, loss, perplexity, found[name]["tokens"])
+        in_bits = ""
+        if bits is not None:
+            found[name]["bits_per_byte"], in_bits = bits, f" ({bits:.4f} bits per byte)"
+        tail = (perplexity, found[name]["tokens"])
+        logger.info("%s: loss %.4f nats%s, perplexity %.2f, %d tokens", name, loss, in_bits, *tail)
 
     def write() -> None:
         if run.mesh.rank == 0:

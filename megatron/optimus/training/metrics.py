@@ -50,6 +50,7 @@ class StepMetrics:
     skipped: bool | None = None  # true where the update was left out: a gradient norm not finite, or far too large
     valid_loss: float | None = None
     valid_losses: dict[str, float] | None = None  # of further validation sets, by name: keys valid_loss/NAME
+    bits_per_byte: dict[str, float] | None = None  # of validation sets, by name: keys bits_per_byte/NAME
     task_scores: dict[str, float] | None = None  # of eval_tasks, by NAME/METRIC: keys task/NAME/METRIC
     pause_s: float | None = None  # before the step, for validation, a checkpoint or a check of devices
     save_stall_s: float | None = None  # since the line before, training waited this long for checkpoints
@@ -70,7 +71,12 @@ class StepMetrics:
 _ABSENT_IF_NONE = {"peak_memory_gib", "skipped", "valid_loss", "pause_s", "save_stall_s", "save_drain_s"}
 _ABSENT_IF_NONE |= {"lost_steps", "lost_s"}
 # Fields with a number for each name: their keys.
-_BY_NAME = {"valid_losses": "valid_loss", "task_scores": "task", "startup_s": "startup_s"}
+_BY_NAME = {
+    "valid_losses": "valid_loss",
+    "task_scores": "task",
+    "startup_s": "startup_s",
+    "bits_per_byte": "bits_per_byte",
+}
 
 
 def flat(metrics: StepMetrics) -> dict[str, Any]:

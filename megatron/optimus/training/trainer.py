@@ -43,7 +43,7 @@ from megatron.optimus.training.checkpointing import Checkpoints
 from megatron.optimus.training.curvature import estimate_curvature, is_due
 from megatron.optimus.training.data import build_data, check_unchanged, labels_per_micro_batch, num_labels
 from megatron.optimus.training.engine import Engine, build_engine, build_model, step_outcome
-from megatron.optimus.training.evaluate import evaluate_sets, loss_over
+from megatron.optimus.training.evaluate import SetLoss, bytes_of_tokens, evaluate_sets, loss_over
 from megatron.optimus.training.health import Health, TrainingError, check_devices
 from megatron.optimus.training.logging import (
     MetricsLogger,
@@ -178,6 +178,7 @@ class Trainer:
 
     tasks: Tasks | None = None
     alerts = NO_ALERTS
+    bytes_V: Tensor | None = None  # of text of each token, for bits per byte
 
     def __init__(self, run: RunContext, tasks: Tasks | None = None) -> None:
         config = run.config
@@ -195,6 +196,8 @@ class Trainer:
             # Optimizer steps done, and the position in the order of samples, which is the whole state of the data.
             self.step, self.consumed_samples = self.checkpoints.resume()
         comparing = startup.phase("data", "comparing the token files with those of the checkpoint")
+        if self.data.valid:
+            self.bytes_V = bytes_of_tokens(run)
         with comparing, run.ranks.failing_alike():
             check_unchanged(run, self.data, self.checkpoints.data_files_before)
         self.first_step = self.step
@@ -356,17 +359,20 @@ class Trainer:
         result = queued.result.read()
         self.stop_requested = self.stop_requested or result.stop_requested
         valid_losses: dict[str, float] = {}
+        bits: dict[str, float] = {}
         scores: dict[str, float] | None = None
         unreadable: DataError | None = None
         try:
             if evaluates:
-                valid_losses = self._evaluate()
+                found = self._evaluate()
+                valid_losses = {name: one.loss for name, one in found.items()}
+                bits = {name: one.bits_per_byte for name, one in found.items() if one.bits_per_byte is not None}
             if asks and self.tasks is not None:
                 with self.clock.pause():
                     scores = self.tasks.evaluate(self.model, self.step, self.checkpoints.extra_state) or None
         except DataError as error:
             unreadable = error
-        metrics = dataclasses.replace(self._metrics(queued, result), task_scores=scores)
+        metrics = dataclasses.replace(self._metrics(queued, result), task_scores=scores, bits_per_byte=bits or None)
         if self.run.startup.is_running:
             metrics = dataclasses.replace(metrics, startup_s=self.run.startup.finish("first_step"))
         heartbeat.beat("logging")
@@ -388,11 +394,12 @@ class Trainer:
             self._save(is_exiting=True)
             raise unreadable
 
-    def _evaluate(self) -> dict[str, float]:
+    def _evaluate(self) -> dict[str, SetLoss]:
         """The loss over every validation set, by its name."""
         heartbeat.beat("evaluation")
         with self.clock.pause():
-            return {name: loss_over(self.run, loader, self.schedule) for name, loader in self.data.valid.items()}
+            sets, bytes_V = self.data.valid.items(), self.bytes_V
+            return {name: loss_over(self.run, loader, self.schedule, bytes_V) for name, loader in sets}
 
     def _tasks_are_due(self) -> bool:
         is_due = _is_due(self.step, self.config.training.eval_tasks_interval) or self.step == self.last_step

@@ -28,6 +28,7 @@ from megatron.optimus.platform.metrics import Recorder
 from megatron.optimus.platform.ranks import Ranks
 from megatron.optimus.training import profiling
 from megatron.optimus.training import trainer as training
+from megatron.optimus.training.evaluate import SetLoss
 from megatron.optimus.training.health import Health
 from megatron.optimus.training.lr_schedule import RateSchedule
 from megatron.optimus.training.metrics import read_metrics
@@ -172,10 +173,10 @@ class Run:
 
         return SimpleNamespace(read=read)
 
-    def validate(self, *_: Any) -> float:
+    def validate(self, *_: Any) -> SetLoss:
         self.machine.queue(0.001, self.costs.validate)
         self.machine.wait()
-        return 3.0
+        return SetLoss(3.0, None)
 
     def check_devices(self, *_: Any) -> None:
         self.machine.wait()

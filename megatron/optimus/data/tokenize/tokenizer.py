@@ -309,6 +309,20 @@ def build_tokenizer(kind: TokenizerType | None, path: str | os.PathLike[str] | N
     return HuggingFaceTokenizer(path) if kind is TokenizerType.HF else SentencePieceTokenizer(path)
 
 
+def byte_lengths(tokenizer: Tokenizer) -> dict[int, int] | None:
+    """Returns how many bytes of text each id stands for, special tokens none; None where that is not known.
+
+    A SentencePiece or WordPiece token may stand for a space that is not in the text, or for no character of its own. A
+    text that the tokenizer normalises counts as it is afterwards.
+    """
+    if isinstance(tokenizer, ByteLevelTokenizer):
+        return dict.fromkeys(range(_NUM_BYTES), 1)
+    if isinstance(tokenizer, TikTokenizer):
+        return {i: len(token) for i, token in tokenizer.tokens.items()}
+    own = tokenizer._bytes if isinstance(tokenizer, HuggingFaceTokenizer) else None
+    return None if own is None else {i: len(token) for i, token in own.items()}
+
+
 def byte_characters() -> dict[int, str]:
     """Returns the character that stands for each byte in the names of byte-level tokens.
 

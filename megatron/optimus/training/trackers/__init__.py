@@ -96,10 +96,10 @@ def open_trackers(run: RunContext, steps: StepRange) -> list[Tracker]:
     return [BackgroundTracker(tracker) if tracker.in_background else tracker for tracker in found]
 
 
-def require_package(module: str, option: str, package: str, extra: str) -> None:
-    """Raises ConfigError where a tracker's package is not installed."""
+def require_package(module: str, option: str, remedy: str) -> None:
+    """Raises ConfigError, with the remedy, where a tracker's package is not installed."""
     if importlib.util.find_spec(module) is None:
-        raise ConfigError(f"{option} needs a package that is not installed: pip install {package} (extra [{extra}])")
+        raise ConfigError(f"{option} needs a package that is not installed: {remedy}")
 
 
 def read_samples(run_dir: Path) -> tuple[list[str], list[list[Any]]] | None:

@@ -33,7 +33,7 @@ class MlflowTracker(Tracker):
 
     def __init__(self, uri: str, experiment: str, name: str, run_dir: Path, config: dict[str, Any]) -> None:
         """Raises ConfigError without the package."""
-        require_package("mlflow", f"mlflow_uri={uri!r}", "mlflow-skinny", "mlflow")
+        require_package("mlflow", f"mlflow_uri={uri!r}", "pip install mlflow-skinny (extra [mlflow])")
         self._uri, self._experiment, self._name, self._run_dir, self._config = uri, experiment, name, run_dir, config
 
     def open(self) -> None:

@@ -34,7 +34,7 @@ class WandbTracker(Tracker):
 
     def __init__(self, project: str, name: str | None, run_dir: Path, config: dict[str, Any]) -> None:
         """Raises ConfigError without the wandb package."""
-        require_package("wandb", f"wandb_project={project!r}", "wandb", "wandb")
+        require_package("wandb", f"wandb_project={project!r}", "pip install wandb (extra [wandb])")
         self._project, self._name, self._run_dir, self._config = project, name or run_dir.name, run_dir, config
 
     def open(self) -> None:
@@ -43,8 +43,12 @@ class WandbTracker(Tracker):
         self._run_dir.mkdir(parents=True, exist_ok=True)
         kept = self._run_dir / "wandb_run_id"
         self._run = wandb.init(
-            **dict(project=self._project, name=self._name, dir=str(self._run_dir), config=self._config),
-            **dict(id=kept_id(kept), resume="allow"),
+            project=self._project,
+            name=self._name,
+            dir=str(self._run_dir),
+            config=self._config,
+            id=kept_id(kept),
+            resume="allow",
         )
         write_atomically(kept, self._run.id + "\n", sync=False)
 
@@ -58,7 +62,7 @@ class WandbTracker(Tracker):
         import wandb
 
         if (table := read_samples(run_dir)) is not None:
-            self._run.log({"samples": wandb.Table(columns=table[0], data=table[1])})
+            self._run.log({"samples": wandb.Table(columns=list(table[0]), data=table[1])})
         if (page := read_file(run_dir / REPORT)) is not None:
             self._run.log({"report": wandb.Html(page, inject=False)})
 

@@ -17,8 +17,10 @@ from megatron.optimus.data.tokenize.tokenizer import (
     ByteLevelTokenizer,
     Tokenizer,
     build_tokenizer,
+    byte_lengths,
     train_bpe,
 )
+from tests.unit.data.tokenize.makers import tokenizer_of
 
 TEXTS = ["def f(x):\n    return x + 1\n", "class A:\n\tpass  # größer, 日本語 🙂\n", "", "a\r\n\r\n  b", "x" * 300]
 
@@ -211,3 +213,15 @@ def test_text_comes_from_the_library_where_tokens_are_not_bytes(trained: Path) -
     state["added_tokens"].append(added | {"normalized": False})
     (trained / "spaced.json").write_text(json.dumps(state))
     assert build_tokenizer(TokenizerType.HF, trained / "spaced.json").decode([new]) == "x y"
+
+
+def test_byte_lengths_add_up_to_the_text(tmp_path: Path) -> None:
+    text = "naïve birds 🙂 and 12 trees\n\tthe cat, the cat"
+    for kind in (TokenizerType.HF, TokenizerType.TIKTOKEN, TokenizerType.BYTE):
+        tokenizer = build_tokenizer(kind, tokenizer_of(kind, tmp_path / kind.value))
+        lengths = byte_lengths(tokenizer)
+        assert lengths is not None and not lengths.get(tokenizer.eod_id)
+        ids = tokenizer.encode(text)
+        assert sum(lengths[i] for i in ids) == len(text.encode())
+    sentencepiece = tokenizer_of(TokenizerType.SENTENCEPIECE, tmp_path / "sp")
+    assert byte_lengths(build_tokenizer(TokenizerType.SENTENCEPIECE, sentencepiece)) is None, "it adds a space"
