@@ -27,6 +27,7 @@ from megatron.optimus.data.ordered import is_ordered
 from megatron.optimus.data.tokenize.corpus import MAX_LINE_BYTES
 from megatron.optimus.data.tokenize.preprocess import PreprocessReport, log_progress, preprocess
 from megatron.optimus.platform import environment
+from megatron.optimus.platform.hub import local_folder
 from megatron.optimus.platform.log import counted, print_error
 from megatron.optimus.platform.progress import Progress, StderrHandler
 
@@ -119,7 +120,7 @@ def main(argv: list[str] | None = None) -> int:
                 args.input,
                 args.output_prefix,
                 tokenizer_type=TokenizerType(args.tokenizer_type) if args.tokenizer_type else None,
-                tokenizer_model=args.tokenizer_model,
+                tokenizer_model=None if args.tokenizer_model is None else str(local_folder(args.tokenizer_model)),
                 json_keys=args.json_keys,
                 append_eod=args.append_eod,
                 workers=args.workers,

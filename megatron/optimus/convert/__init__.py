@@ -29,6 +29,7 @@ from megatron.optimus.convert.formats import (
 )
 from megatron.optimus.convert.torch_files import check_bytes
 from megatron.optimus.platform.files import sync_directory
+from megatron.optimus.platform.hub import local_folder
 
 __all__ = ["DEFAULT_MAX_SHARD_BYTES", "FORMATS", "Conversion", "Options", "OutputTensor", "convert", "open_source"]
 
@@ -68,7 +69,7 @@ def convert(
     """Converts a model to another format.
 
     Args:
-        source: a folder in any of ``FORMATS``, recognised by what it holds.
+        source: a folder in any of ``FORMATS``, recognised by what it holds, or hf://OWNER/NAME.
         destination: a folder; it appears in one step.
         to: one of ``FORMATS``.
         options: how the destination is written.
@@ -149,7 +150,8 @@ def _count_reads(source: Source, total: int, show_progress: Callable[[float], No
 
 
 def open_source(path: Path, model_config: Path | None = None) -> Source:
-    """Recognises and opens a checkpoint. Raises CheckpointError or ConfigError saying what is wrong with it."""
+    """Recognises and opens a checkpoint; hf://OWNER/NAME is downloaded. Raises CheckpointError or ConfigError."""
+    path = local_folder(path)
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such folder")
     # What no format recognises may be a run or a folder of our checkpoints; otherwise the error says what is expected.

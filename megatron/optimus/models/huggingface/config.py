@@ -20,6 +20,7 @@ from megatron.optimus.models.huggingface.architectures import (
     architecture_of,
     architectures,
 )
+from megatron.optimus.platform.hub import local_folder
 
 _SAME_IN_EVERY_MODEL = {"hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0}
 _READ_FIELDS = {
@@ -229,7 +230,7 @@ def take_from_hf(values: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: a given option contradicts the folder, or config.json cannot be read or has no equivalent.
     """
-    folder = Path(values["from_hf"])
+    folder = local_folder(values["from_hf"])
     source = folder / "config.json"
     if not source.is_file():
         raise ConfigError(
@@ -250,7 +251,7 @@ def take_from_hf(values: dict[str, Any]) -> dict[str, Any]:
                 "change config.json if the weights are of such a model"
             )
     if definition_file(TokenizerType.HF, folder) is not None:
-        taken["tokenizer_model"] = values["from_hf"]
+        taken["tokenizer_model"] = values["from_hf"] if folder == Path(values["from_hf"]) else str(folder)
         own = values.get("tokenizer_model")
         if own is not None and Path(own).resolve() not in (folder.resolve(), (folder / "tokenizer.json").resolve()):
             raise ConfigError(
