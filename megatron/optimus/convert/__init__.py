@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from megatron.optimus.checkpoint.errors import CheckpointError
-from megatron.optimus.convert import deepspeed, hf, megatron, optimus
+from megatron.optimus.convert import deepspeed, hf, megatron, optimus, optimus_lm
 from megatron.optimus.convert.formats import (
     DEFAULT_MAX_SHARD_BYTES,
     WEIGHT,
@@ -36,7 +36,7 @@ __all__ = ["DEFAULT_MAX_SHARD_BYTES", "FORMATS", "Conversion", "Options", "Outpu
 _FORMATS = {one.name: one for one in (hf.FORMAT, optimus.FORMAT, megatron.FORMAT, deepspeed.ZERO, deepspeed.UNIVERSAL)}
 FORMATS = tuple(_FORMATS)
 # In this order, since a universal checkpoint may stand beside the ZeRO checkpoint that it was made from.
-_RECOGNISED = (optimus.FORMAT, hf.FORMAT, deepspeed.UNIVERSAL, deepspeed.ZERO, megatron.FORMAT)
+_RECOGNISED = (optimus.FORMAT, hf.FORMAT, deepspeed.UNIVERSAL, deepspeed.ZERO, megatron.FORMAT, optimus_lm.FORMAT)
 
 
 @dataclass(frozen=True)
