@@ -225,9 +225,7 @@ def preprocess(
     parse_special_tokens: bool = False,
     show_progress: Callable[[PreprocessReport], None] | None = None,
 ) -> PreprocessReport:
-    """Tokenizes files into ``<output_prefix>_<key>_document.{bin,idx}`` for each key.
-
-    The final files appear only when all went well; till then finished partitions are in ``<output_prefix>.parts``.
+    """Tokenizes files into ``<output_prefix>_<key>_document.{bin,idx}`` for each key, which appear when all went well.
 
     Args:
         inputs: files, globs or folders
@@ -239,7 +237,7 @@ def preprocess(
         workers: worker processes
         skip_malformed: whether malformed lines are skipped, instead of being an error
         log_interval: documents between two lines of the log; None: no lines
-        partitions: least number of partitions to cut the input into, where it can be cut (uncompressed JSON lines)
+        partitions: least number of parts (``<output_prefix>.parts``) of what can be cut: uncompressed JSON lines
         per_file: whether each input file becomes a pair ``<output_prefix>/<file>_<key>_document`` of its own
         split_by: HASH: shuffle, and write where splits by document hash begin (data/splits.py); POSITION: neither
         shuffle: whether documents are shuffled with POSITION too
@@ -262,8 +260,7 @@ def preprocess(
     started = time.monotonic()
     shuffle_seed = seed if shuffle or split_by is SplitBy.HASH else None
     paths, tokenizer_type = expand_inputs(inputs), _settle_type(tokenizer_type, tokenizer_model)
-    tokenizer = build_tokenizer(tokenizer_type, tokenizer_model, parse_special=parse_special_tokens)
-    identity = TokenizerIdentity.of_tokenizer(tokenizer_type, tokenizer_model, tokenizer)
+    identity = _identity(tokenizer_type, tokenizer_model, parse_special_tokens)
     options = _WorkerOptions(
         *(tokenizer_type, tokenizer_model, tuple(json_keys), append_eod, skip_malformed),
         *(token_dtype(identity.vocab_size), max_line_bytes, shuffle_seed, parse_special_tokens),
@@ -275,6 +272,11 @@ def preprocess(
     plan.begin([] if overwrite else mine)
     report = _process(plan, mine, options, identity, workers, started, show_progress, log_interval)
     return replace(report, seconds=time.monotonic() - started)
+
+
+def _identity(kind: TokenizerType, model: str | None, parse_special: bool) -> TokenizerIdentity:
+    """Reads the tokenizer as the workers will, so that what is wrong with it is said here."""
+    return TokenizerIdentity.of_tokenizer(kind, model, build_tokenizer(kind, model, parse_special=parse_special))
 
 
 def _plan(

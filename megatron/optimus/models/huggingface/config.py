@@ -81,6 +81,11 @@ _ROPE_FIELDS = {
 }
 
 
+# Where transformers finds the classes of an export that brings its code, models/huggingface/export.
+AUTO_MAP = {"AutoConfig": "configuration_optimus.OptimusConfig"}
+AUTO_MAP["AutoModelForCausalLM"] = "modeling_optimus.OptimusForCausalLM"
+
+
 def hf_config(config: ModelConfig, dtype: str, architecture: Architecture | None = None) -> dict[str, Any]:
     """The content of config.json.
 
@@ -148,9 +153,7 @@ def hf_config(config: ModelConfig, dtype: str, architecture: Architecture | None
     result |= {name: value for name, value in optional.items() if name in architecture.extra_fields}
     if architecture.has_own_code:
         plain = to_dict(RunConfig(model=c))["model"]
-        auto_map = {"AutoConfig": "configuration_optimus.OptimusConfig"}
-        auto_map["AutoModelForCausalLM"] = f"modeling_optimus.{architecture.class_name}"
-        result |= {"auto_map": auto_map, **{name: plain[name] for name in sorted(architecture.own_options)}}
+        result |= {"auto_map": AUTO_MAP, **{name: plain[name] for name in sorted(architecture.own_options)}}
     return architecture.to_config(result)
 
 
