@@ -43,6 +43,7 @@ from megatron.optimus.models.huggingface.config import take_from_hf
 from megatron.optimus.platform import device as devices
 from megatron.optimus.platform import environment, exit_codes, heartbeat, log, older_stacks, process_groups, seeding
 from megatron.optimus.platform.environment import RankEnvironment
+from megatron.optimus.platform.hub import local_folder
 from megatron.optimus.platform.memory import OutOfMemory, needs_memory
 from megatron.optimus.platform.mesh import Mesh
 from megatron.optimus.platform.process_exit import run_program
@@ -81,6 +82,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         check(run.config, launch.world_size)
         check_trainable(run.config)
         data = run.config.data
+        if data.tokenizer_model is not None:
+            data.tokenizer_model = str(local_folder(data.tokenizer_model))
         data.tokenizer_type, guess = settle_tokenizer_type(data.tokenizer_type, data.tokenizer_model)
         met_others = True
         return pretrain(run.config, launch, guess, verbose=run.verbose)

@@ -3,6 +3,7 @@
     optimus convert runs/demo exported --to hf          # newest checkpoint of a run
     optimus convert Mixtral-8x7B-v0.1 mixtral --to optimus --verify
     optimus convert runs/demo mcore --to megatron --target-tensor-parallel-size 2
+    optimus convert runs/demo exported --to hf --push OWNER/NAME
     optimus convert deepspeed_run ours --to optimus --model-config config.json
 
 Exit code: 0, or 2 where nothing was written, after one line that says what is wrong.
@@ -20,9 +21,10 @@ from pathlib import Path
 from megatron.optimus.checkpoint.errors import CheckpointError
 from megatron.optimus.config.load import Parser, whole_number
 from megatron.optimus.config.schema import ConfigError, TokenizerType
-from megatron.optimus.convert import DEFAULT_MAX_SHARD_BYTES, FORMATS, Options, convert
+from megatron.optimus.convert import DEFAULT_MAX_SHARD_BYTES, FORMATS, Conversion, Options, convert
 from megatron.optimus.convert.deepspeed import NAMES
 from megatron.optimus.convert.formats import CardOptions
+from megatron.optimus.platform.hub import check_push, local_folder, push, push_address
 from megatron.optimus.platform.log import print_error
 from megatron.optimus.platform.progress import Progress, StderrHandler
 
@@ -39,7 +41,8 @@ def parse_size(text: str) -> int:
 
 def _parser() -> Parser:
     parser = Parser("convert", __doc__ or "", usage="optimus convert SOURCE DESTINATION --to FORMAT [options]")
-    parser.add_argument("source", type=Path, help="folder of a checkpoint, or of checkpoints (the newest one)")
+    text = "folder of a checkpoint, or of checkpoints (the newest one), or hf://OWNER/NAME[@REVISION]"
+    parser.add_argument("source", type=Path, help=text)
     parser.add_argument("destination", type=Path, help="folder to create")
     parser.add_argument("--to", choices=FORMATS, required=True, help="format of the destination")
     parser.add_argument(
@@ -72,6 +75,9 @@ def _parser() -> Parser:
     parser.add_argument("--license", help=text)
     text = "results of `optimus evaluate --out` for the model card; may be given several times"
     parser.add_argument("--evaluation", type=Path, action="append", default=[], metavar="FILE", help=text)
+    text = "upload the result to the Hugging Face hub, for hf; private unless --public is given"
+    parser.add_argument("--push", metavar="OWNER/NAME", help=text)
+    parser.add_argument("--public", action="store_true", help="with --push: everyone may see it")
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier conversion")
     parser.add_argument("--verify", action="store_true", help="read the result back and compare every tensor")
     parser.add_argument("--dry-run", action="store_true", help="list the tensors, write nothing")
@@ -83,9 +89,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", handlers=[StderrHandler()])
     try:
         args = _parser().parse(argv)
+        _check_push(args)
         options = Options(
             args.dtype,
-            args.tokenizer_model,
+            None if args.tokenizer_model is None else local_folder(args.tokenizer_model),
             args.max_shard_size,
             args.names,
             args.target_tensor_parallel_size,
@@ -93,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             args.target_expert_parallel_size,
             args.transformer_impl == "transformer_engine",
             None if args.tokenizer_type is None else TokenizerType(args.tokenizer_type),
-            CardOptions(args.destination.resolve().name, args.license, tuple(args.evaluation)),
+            CardOptions(args.push or args.destination.resolve().name, args.license, tuple(args.evaluation)),
         )
         with Progress("convert") as progress:
             result = convert(
@@ -107,12 +114,34 @@ def main(argv: Sequence[str] | None = None) -> int:
                 verify=args.verify,
                 show_progress=lambda fraction: progress.update(fraction, "reading and writing tensors"),
             )
+        _report(args, result)
+        if args.push is not None and not args.dry_run:
+            push(result.destination, args.push, public=args.public)
+            print(f"uploaded to {push_address(args.push)}, {'public' if args.public else 'private'}")
     except (CheckpointError, ConfigError) as error:
         print_error(error)
         return 2
     except KeyboardInterrupt:
         print(f"interrupted; {args.destination} is as it was", file=sys.stderr)
         return 130
+    return 0
+
+
+def _check_push(args: argparse.Namespace) -> None:
+    """Raises ConfigError before the work where its result could not be uploaded."""
+    if args.push is None:
+        if args.public:
+            raise ConfigError("--public says who may see an upload; name the model with --push OWNER/NAME")
+    elif args.to != "hf":
+        raise ConfigError(f"--push uploads a model for transformers, and --to is {args.to}; use --to hf")
+    elif args.dry_run:
+        push_address(args.push)
+    else:
+        check_push(args.push, public=args.public)
+
+
+def _report(args: argparse.Namespace, result: Conversion) -> None:
+    """Prints what was, or would be, written and uploaded."""
     if args.dry_run:
         for tensor in result.tensors:
             dtype = str(tensor.dtype).removeprefix("torch.")
@@ -122,4 +151,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{verb} {result.destination}: {size}, from {result.source}")
     if args.verify and not args.dry_run:
         print(f"read back and compared: {result.compared} tensors, all equal")
-    return 0
+    if args.push is not None and args.dry_run:
+        who = "public" if args.public else "private"
+        print(f"would upload to {push_address(args.push)}, {who}: {', '.join(result.files)}")

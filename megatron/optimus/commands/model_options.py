@@ -19,6 +19,7 @@ from megatron.optimus.inference.load import TextModel, load_text_model
 from megatron.optimus.platform import device as devices
 from megatron.optimus.platform import environment, process_groups
 from megatron.optimus.platform.environment import RankEnvironment
+from megatron.optimus.platform.hub import local_folder
 from megatron.optimus.platform.log import print_error
 from megatron.optimus.platform.progress import StderrHandler
 from megatron.optimus.platform.ranks import REPORTED_BY_ANOTHER_RANK, Ranks
@@ -116,5 +117,5 @@ def load_model(args: argparse.Namespace, launch: RankEnvironment, ranks: Ranks) 
         local_world_size=launch.local_world_size,
         dtype=_DTYPES.get(args.dtype),
         tokenizer_type=None if args.tokenizer_type is None else TokenizerType(args.tokenizer_type),
-        tokenizer_model=args.tokenizer_model,
+        tokenizer_model=None if args.tokenizer_model is None else str(local_folder(args.tokenizer_model)),
     )

@@ -27,6 +27,7 @@ from megatron.optimus.data.ordered import is_ordered
 from megatron.optimus.data.tokenize.corpus import MAX_LINE_BYTES
 from megatron.optimus.data.tokenize.preprocess import PreprocessReport, log_progress, preprocess
 from megatron.optimus.platform import environment
+from megatron.optimus.platform.hub import local_folder
 from megatron.optimus.platform.log import counted, print_error
 from megatron.optimus.platform.progress import Progress, StderrHandler
 
@@ -56,6 +57,11 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         help="type of the tokenizer; default: as its file says",
     )
     parser.add_argument("--tokenizer-model", help="file or folder of the tokenizer")
+    parser.add_argument(
+        "--parse-special-tokens",
+        action="store_true",
+        help="the name of a special token in a text is its id, as in Megatron's script; default: it is letters",
+    )
     parser.add_argument("--append-eod", action="store_true", help="end each document with the end-of-document token")
     parser.add_argument(
         "--workers", type=whole_number(), default=os.cpu_count() or 1, help="processes; default: one per core"
@@ -119,7 +125,7 @@ def main(argv: list[str] | None = None) -> int:
                 args.input,
                 args.output_prefix,
                 tokenizer_type=TokenizerType(args.tokenizer_type) if args.tokenizer_type else None,
-                tokenizer_model=args.tokenizer_model,
+                tokenizer_model=None if args.tokenizer_model is None else str(local_folder(args.tokenizer_model)),
                 json_keys=args.json_keys,
                 append_eod=args.append_eod,
                 workers=args.workers,
@@ -133,6 +139,7 @@ def main(argv: list[str] | None = None) -> int:
                 rank=rank,
                 world_size=world_size,
                 overwrite=args.overwrite,
+                parse_special_tokens=args.parse_special_tokens,
                 max_line_bytes=args.max_line_bytes,
                 show_progress=lambda report: progress.update(report.progress, progress_text(report)),
             )

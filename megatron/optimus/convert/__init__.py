@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from megatron.optimus.checkpoint.errors import CheckpointError
-from megatron.optimus.convert import deepspeed, hf, megatron, optimus
+from megatron.optimus.convert import deepspeed, hf, megatron, optimus, optimus_lm
 from megatron.optimus.convert.formats import (
     DEFAULT_MAX_SHARD_BYTES,
     WEIGHT,
@@ -29,13 +29,14 @@ from megatron.optimus.convert.formats import (
 )
 from megatron.optimus.convert.torch_files import check_bytes
 from megatron.optimus.platform.files import sync_directory
+from megatron.optimus.platform.hub import local_folder
 
 __all__ = ["DEFAULT_MAX_SHARD_BYTES", "FORMATS", "Conversion", "Options", "OutputTensor", "convert", "open_source"]
 
 _FORMATS = {one.name: one for one in (hf.FORMAT, optimus.FORMAT, megatron.FORMAT, deepspeed.ZERO, deepspeed.UNIVERSAL)}
 FORMATS = tuple(_FORMATS)
 # In this order, since a universal checkpoint may stand beside the ZeRO checkpoint that it was made from.
-_RECOGNISED = (optimus.FORMAT, hf.FORMAT, deepspeed.UNIVERSAL, deepspeed.ZERO, megatron.FORMAT)
+_RECOGNISED = (optimus.FORMAT, hf.FORMAT, deepspeed.UNIVERSAL, deepspeed.ZERO, megatron.FORMAT, optimus_lm.FORMAT)
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def convert(
     """Converts a model to another format.
 
     Args:
-        source: a folder in any of ``FORMATS``, recognised by what it holds.
+        source: a folder in any of ``FORMATS``, recognised by what it holds, or hf://OWNER/NAME.
         destination: a folder; it appears in one step.
         to: one of ``FORMATS``.
         options: how the destination is written.
@@ -149,7 +150,8 @@ def _count_reads(source: Source, total: int, show_progress: Callable[[float], No
 
 
 def open_source(path: Path, model_config: Path | None = None) -> Source:
-    """Recognises and opens a checkpoint. Raises CheckpointError or ConfigError saying what is wrong with it."""
+    """Recognises and opens a checkpoint; hf://OWNER/NAME is downloaded. Raises CheckpointError or ConfigError."""
+    path = local_folder(path)
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such folder")
     # What no format recognises may be a run or a folder of our checkpoints; otherwise the error says what is expected.

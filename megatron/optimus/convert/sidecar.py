@@ -21,6 +21,7 @@ from megatron.optimus.config.serialize import from_dict, read_file, to_dict
 from megatron.optimus.convert.formats import Source
 from megatron.optimus.models.huggingface.config import model_config_from_hf
 from megatron.optimus.platform.files import write_new
+from megatron.optimus.platform.hub import local_folder
 
 SIDECAR = "optimus_model.json"
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -73,6 +74,7 @@ def read_sidecar(directory: Path) -> Description | None:
 
 def read_model_config(path: Path) -> Description:
     """Reads ``--model-config``: a Hugging Face config.json (or its folder), or one of our configuration files."""
+    path = local_folder(path)
     path = path / "config.json" if path.is_dir() else path
     if path.suffix == ".json":
         content = read_json(path)

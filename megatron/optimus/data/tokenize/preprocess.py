@@ -102,6 +102,7 @@ class _WorkerOptions:
     dtype: np.dtype[Any]
     max_line_bytes: int
     shuffle_seed: int | None  # None: documents keep the order of the input
+    parse_special_tokens: bool = False
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,8 @@ def _start_worker(options: _WorkerOptions) -> None:
     # the library's own threads, times the number of workers, would fight for the cores; it reads this from C
     environment.set_default("TOKENIZERS_PARALLELISM", "false")
     _Worker.options = options
-    _Worker.tokenizer = build_tokenizer(options.tokenizer_type, options.tokenizer_model)
+    parse = options.parse_special_tokens
+    _Worker.tokenizer = build_tokenizer(options.tokenizer_type, options.tokenizer_model, parse_special=parse)
 
 
 def _leave_with_parent() -> None:
@@ -220,11 +222,10 @@ def preprocess(
     rank: int = 0,
     world_size: int = 1,
     overwrite: bool = False,
+    parse_special_tokens: bool = False,
     show_progress: Callable[[PreprocessReport], None] | None = None,
 ) -> PreprocessReport:
-    """Tokenizes files into ``<output_prefix>_<key>_document.{bin,idx}`` for each key.
-
-    The final files appear only when all went well; till then finished partitions are in ``<output_prefix>.parts``.
+    """Tokenizes files into ``<output_prefix>_<key>_document.{bin,idx}`` for each key, which appear when all went well.
 
     Args:
         inputs: files, globs or folders
@@ -236,7 +237,7 @@ def preprocess(
         workers: worker processes
         skip_malformed: whether malformed lines are skipped, instead of being an error
         log_interval: documents between two lines of the log; None: no lines
-        partitions: least number of partitions to cut the input into, where it can be cut (uncompressed JSON lines)
+        partitions: least number of parts (``<output_prefix>.parts``) of what can be cut: uncompressed JSON lines
         per_file: whether each input file becomes a pair ``<output_prefix>/<file>_<key>_document`` of its own
         split_by: HASH: shuffle, and write where splits by document hash begin (data/splits.py); POSITION: neither
         shuffle: whether documents are shuffled with POSITION too
@@ -245,6 +246,7 @@ def preprocess(
         rank: of this process, among those that share the work
         world_size: number of these processes
         overwrite: whether pairs of an earlier run are replaced, instead of being an error
+        parse_special_tokens: whether the name of a special token in a text is its id, and not letters
         show_progress: called with the report so far whenever a batch has been written
 
     Returns:
@@ -258,10 +260,10 @@ def preprocess(
     started = time.monotonic()
     shuffle_seed = seed if shuffle or split_by is SplitBy.HASH else None
     paths, tokenizer_type = expand_inputs(inputs), _settle_type(tokenizer_type, tokenizer_model)
-    identity = TokenizerIdentity.of(tokenizer_type, tokenizer_model)
+    identity = _identity(tokenizer_type, tokenizer_model, parse_special_tokens)
     options = _WorkerOptions(
         *(tokenizer_type, tokenizer_model, tuple(json_keys), append_eod, skip_malformed),
-        *(token_dtype(identity.vocab_size), max_line_bytes, shuffle_seed),
+        *(token_dtype(identity.vocab_size), max_line_bytes, shuffle_seed, parse_special_tokens),
     )
     plan = _plan(paths, output_prefix, options, partitions, per_file, world_size > 1, split_by)
     mine = plan.share(rank, world_size)
@@ -270,6 +272,11 @@ def preprocess(
     plan.begin([] if overwrite else mine)
     report = _process(plan, mine, options, identity, workers, started, show_progress, log_interval)
     return replace(report, seconds=time.monotonic() - started)
+
+
+def _identity(kind: TokenizerType, model: str | None, parse_special: bool) -> TokenizerIdentity:
+    """Reads the tokenizer as the workers will, so that what is wrong with it is said here."""
+    return TokenizerIdentity.of_tokenizer(kind, model, build_tokenizer(kind, model, parse_special=parse_special))
 
 
 def _plan(
@@ -289,6 +296,7 @@ def _plan(
         "append_eod": options.append_eod,  # but not skip_malformed: a part without malformed lines is the same with it
         "dtype": options.dtype.name,
         **({} if options.shuffle_seed is None else {"shuffle": options.shuffle_seed}),
+        **({"parse_special_tokens": True} if options.parse_special_tokens else {}),
     }
     return PartitionPlan(
         paths,

@@ -1,7 +1,7 @@
 """Tokenizers of several libraries behind one interface, and the training of a byte-level BPE.
 
 Text is only text: a special token's name inside a document (say "<|endoftext|>" in a page about tokenizers) is encoded
-letter by letter, so that no document can fake the end of a document.
+letter by letter, so that no document can fake the end of a document; unless ``parse_special`` asks for its id.
 """
 
 from __future__ import annotations
@@ -69,12 +69,13 @@ class HuggingFaceTokenizer:
 
     Args:
         path: a tokenizer.json, or a folder that holds one
+        parse_special: whether the name of a special token in a text is its id, as transformers has it
 
     Raises:
         DataError: there is no such file, or its vocabulary lacks the token that ends documents.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], parse_special: bool = False) -> None:
         import tokenizers
 
         file = _tokenizer_file(Path(path))
@@ -86,7 +87,7 @@ class HuggingFaceTokenizer:
         # a saved truncation or padding would silently cut or fill documents
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._tokenizer.encode_special_tokens = True
+        self._tokenizer.encode_special_tokens = not parse_special
         self.vocab_size = _checked_size(self._tokenizer.get_vocab(with_added_tokens=True).values(), file)
         name = _eos_token(file.parent / "tokenizer_config.json")
         eod_id = self._tokenizer.token_to_id(name)
@@ -97,7 +98,10 @@ class HuggingFaceTokenizer:
             )
         self.eod_id: int = eod_id
         with _naming_errors(file, "a tokenizer.json"):
-            self._cache = ByteLevelBPECache.from_state(self.state, self._encode_with_library)
+            state = self.state
+            if parse_special:  # then they are looked for in texts as other added tokens are
+                state["added_tokens"] = [token | {"special": False} for token in state["added_tokens"]]
+            self._cache = ByteLevelBPECache.from_state(state, self._encode_with_library)
             self._bytes = _bytes_of_tokens(self._tokenizer)
         self.token_bytes = self._bytes if self._cache is not None and self._cache.is_for_all_texts else None
 
@@ -192,12 +196,12 @@ class TikTokenizer:
 
     A file of the same name with ``.json`` appended may hold {"pattern": regular expression of words,
     "end_of_text": id, "special_tokens": {name: id}}; else words are those of GPT-2, and the end of a document is the
-    first id after the ranks.
+    first id after the ranks. With ``parse_special`` the name of a special token in a text is its id.
     """
 
     token_bytes = None
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], parse_special: bool = False) -> None:
         try:
             import tiktoken
             from tiktoken_ext.openai_public import r50k_pat_str
@@ -226,14 +230,16 @@ class TikTokenizer:
                 file.stem, pat_str=self.pattern, mergeable_ranks=ranks, special_tokens=self.special
             )
         self.tokens = {rank: token for token, rank in ranks.items()}
+        self._parsed: set[str] = set(self.special) if parse_special else set()
 
     def encode(self, text: str) -> list[int]:
-        return self._encoding.encode_ordinary(text)
+        return self._encoding.encode(text, allowed_special=self._parsed, disallowed_special=())
 
     def encode_batch(self, texts: list[str]) -> list[Ids]:
         # Without a pretoken cache: this library is faster than a table in Python. With nothing disallowed and nothing
         # allowed, the names of special tokens are text, as they are to ``encode_ordinary``.
-        return [self._encoding.encode_to_numpy(text, disallowed_special=()) for text in texts]
+        options: dict[str, Any] = {"allowed_special": self._parsed, "disallowed_special": ()}
+        return [self._encoding.encode_to_numpy(text, **options) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
         return b"".join(self.tokens.get(i, b"") for i in ids).decode("utf-8", errors="replace")
@@ -288,15 +294,27 @@ def _checked_size(ids: Collection[int], file: Path) -> int:
     return high + 1
 
 
-def build_tokenizer(kind: TokenizerType | None, path: str | os.PathLike[str] | None) -> Tokenizer:
+def build_tokenizer(
+    kind: TokenizerType | None, path: str | os.PathLike[str] | None, *, parse_special: bool = False
+) -> Tokenizer:
     """Builds the tokenizer that ``--tokenizer-type`` (None: by the file) and ``--tokenizer-model`` name.
 
+    Args:
+        kind: its type.
+        path: its file or folder.
+        parse_special: whether the name of a special token in a text is its id, and not letters.
+
     Raises:
-        DataError: the file is missing or cannot be read.
+        DataError: the file is missing or cannot be read, or a tokenizer of this type knows no names of special tokens.
         ConfigError: there is no type, and the file is of none that is known.
     """
     if kind is None:
         kind, _ = settle_tokenizer_type(None, None if path is None else os.fspath(path))
+    if parse_special and kind not in (TokenizerType.HF, TokenizerType.TIKTOKEN):
+        raise DataError(
+            f"--parse-special-tokens: {kind.value} finds no names of special tokens in texts; that is for "
+            f"{TokenizerType.HF.value} and {TokenizerType.TIKTOKEN.value}"
+        )
     if kind is TokenizerType.BYTE:
         return ByteLevelTokenizer()
     if path is None:
@@ -305,8 +323,8 @@ def build_tokenizer(kind: TokenizerType | None, path: str | os.PathLike[str] | N
             f"use --tokenizer-type {TokenizerType.BYTE.value}, which needs none"
         )
     if kind is TokenizerType.TIKTOKEN:
-        return TikTokenizer(path)
-    return HuggingFaceTokenizer(path) if kind is TokenizerType.HF else SentencePieceTokenizer(path)
+        return TikTokenizer(path, parse_special)
+    return HuggingFaceTokenizer(path, parse_special) if kind is TokenizerType.HF else SentencePieceTokenizer(path)
 
 
 def byte_lengths(tokenizer: Tokenizer) -> dict[int, int] | None:

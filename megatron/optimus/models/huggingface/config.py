@@ -20,6 +20,7 @@ from megatron.optimus.models.huggingface.architectures import (
     architecture_of,
     architectures,
 )
+from megatron.optimus.platform.hub import local_folder
 
 _SAME_IN_EVERY_MODEL = {"hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0}
 _READ_FIELDS = {
@@ -78,6 +79,11 @@ _ROPE_FIELDS = {
     "linear": {"factor"},
     "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
 }
+
+
+# Where transformers finds the classes of an export that brings its code, models/huggingface/export.
+AUTO_MAP = {"AutoConfig": "configuration_optimus.OptimusConfig"}
+AUTO_MAP["AutoModelForCausalLM"] = "modeling_optimus.OptimusForCausalLM"
 
 
 def hf_config(config: ModelConfig, dtype: str, architecture: Architecture | None = None) -> dict[str, Any]:
@@ -147,9 +153,7 @@ def hf_config(config: ModelConfig, dtype: str, architecture: Architecture | None
     result |= {name: value for name, value in optional.items() if name in architecture.extra_fields}
     if architecture.has_own_code:
         plain = to_dict(RunConfig(model=c))["model"]
-        auto_map = {"AutoConfig": "configuration_optimus.OptimusConfig"}
-        auto_map["AutoModelForCausalLM"] = f"modeling_optimus.{architecture.class_name}"
-        result |= {"auto_map": auto_map, **{name: plain[name] for name in sorted(architecture.own_options)}}
+        result |= {"auto_map": AUTO_MAP, **{name: plain[name] for name in sorted(architecture.own_options)}}
     return architecture.to_config(result)
 
 
@@ -229,7 +233,7 @@ def take_from_hf(values: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: a given option contradicts the folder, or config.json cannot be read or has no equivalent.
     """
-    folder = Path(values["from_hf"])
+    folder = local_folder(values["from_hf"])
     source = folder / "config.json"
     if not source.is_file():
         raise ConfigError(
@@ -250,7 +254,7 @@ def take_from_hf(values: dict[str, Any]) -> dict[str, Any]:
                 "change config.json if the weights are of such a model"
             )
     if definition_file(TokenizerType.HF, folder) is not None:
-        taken["tokenizer_model"] = values["from_hf"]
+        taken["tokenizer_model"] = values["from_hf"] if folder == Path(values["from_hf"]) else str(folder)
         own = values.get("tokenizer_model")
         if own is not None and Path(own).resolve() not in (folder.resolve(), (folder / "tokenizer.json").resolve()):
             raise ConfigError(

@@ -70,7 +70,7 @@ DEVIATIONS = (
         "optimus",
         _BOTH,
         lambda c: True,
-        lambda c: "this architecture: they refuse it, `optimus serve` and transformers serve it",
+        lambda c: "this architecture, they refuse it; transformers serves it",
     ),
 )
 

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from megatron.optimus.config.schema import TokenizerType
 from megatron.optimus.data.errors import DataError
+from megatron.optimus.data.indexed import IndexedDataset
+from megatron.optimus.data.tokenize.preprocess import preprocess
 from megatron.optimus.data.tokenize.tokenizer import (
     END_OF_TEXT,
     ByteLevelTokenizer,
@@ -21,6 +23,8 @@ from megatron.optimus.data.tokenize.tokenizer import (
     train_bpe,
 )
 from tests.unit.data.tokenize.makers import tokenizer_of
+
+from .makers import tiktoken_file
 
 TEXTS = ["def f(x):\n    return x + 1\n", "class A:\n\tpass  # größer, 日本語 🙂\n", "", "a\r\n\r\n  b", "x" * 300]
 
@@ -54,6 +58,46 @@ def test_a_document_cannot_forge_its_end(folder: Path) -> None:
     text = f"before {END_OF_TEXT} after"
     assert tokenizer.eod_id not in tokenizer.encode(text)
     assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+SPELLED = ["<|endoftext|>", "a<|endoftext|>\n b<|endoftext|>", "no <|end of text|>", "ends <fim_prefix>x", "x  <|end"]
+
+
+def test_special_tokens_of_a_text_are_parsed_where_asked(folder: Path, tmp_path: Path) -> None:
+    """Ids are those of transformers and of tiktoken with all of its special tokens allowed."""
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+    parsed, text = (build_tokenizer(TokenizerType.HF, folder, parse_special=parse) for parse in (True, False))
+    expected = [theirs(one, add_special_tokens=False)["input_ids"] for one in SPELLED + TEXTS]
+    assert lists(parsed, SPELLED + TEXTS) == expected == [parsed.encode(one) for one in SPELLED + TEXTS]
+    assert expected[0] == [parsed.eod_id] and text.encode(SPELLED[0]) != expected[0]
+    assert lists(text, TEXTS) == expected[len(SPELLED) :]
+
+    pytest.importorskip("tiktoken")
+    file = tiktoken_file(tmp_path / "words.tiktoken")
+    parsed, text = (build_tokenizer(TokenizerType.TIKTOKEN, file, parse_special=parse) for parse in (True, False))
+    expected = [parsed._encoding.encode(one, allowed_special="all") for one in SPELLED + TEXTS]
+    assert lists(parsed, SPELLED + TEXTS) == expected == [parsed.encode(one) for one in SPELLED + TEXTS]
+    assert expected[0] == [parsed.eod_id] and parsed.eod_id not in text.encode(SPELLED[0])
+    with pytest.raises(DataError, match="--parse-special-tokens: ByteLevelTokenizer finds no names"):
+        build_tokenizer(TokenizerType.BYTE, None, parse_special=True)
+
+
+def test_a_run_that_parses_is_not_mixed_with_one_that_does_not(folder: Path, tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": SPELLED[1]}) + "\n")
+    prefix = str(tmp_path / "out")
+
+    def tokenize(rank: int, parse: bool) -> None:
+        options = dict(tokenizer_model=str(folder), append_eod=True, parse_special_tokens=parse)
+        preprocess([str(tmp_path / "*.jsonl")], prefix, rank=rank, world_size=2, **options)
+
+    tokenize(0, True)
+    with pytest.raises(DataError, match=r"was begun with other options \(parse_special_tokens\)"):
+        tokenize(1, False)
+    tokenize(1, True)
+    eod, documents = build_tokenizer(None, folder).eod_id, IndexedDataset(f"{prefix}_text_document")
+    assert [list(documents.get(i)).count(eod) for i in range(2)] == [3, 3]
 
 
 def test_training_is_deterministic(folder: Path, tmp_path: Path) -> None:

@@ -119,10 +119,10 @@ class OptimusAttention(nn.Module):
         self.v_proj = nn.Linear(config.hidden_size, keys, bias=config.add_qkv_bias)
         self.o_proj = nn.Linear(queries, config.hidden_size, bias=False)
         self.norm_heads = config.qk_layernorm_scope == "head"
-        self.q_norm, self.k_norm = nn.Identity(), nn.Identity()
-        if config.qk_layernorm:
-            widths = (config.head_dim, config.head_dim) if self.norm_heads else (queries, keys)
-            self.q_norm, self.k_norm = (OptimusRMSNorm(width, config.rms_norm_eps) for width in widths)
+        widths = (config.head_dim, config.head_dim) if self.norm_heads else (queries, keys)
+        self.q_norm, self.k_norm = (
+            OptimusRMSNorm(width, config.rms_norm_eps) if config.qk_layernorm else nn.Identity() for width in widths
+        )
 
     def forward(self, x_BSD: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache | None) -> Tensor:
         q_BHSd = rotate(self.heads(self.q_proj(x_BSD), self.q_norm), *rope)
@@ -176,6 +176,7 @@ class OptimusRouter(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
         bias = torch.zeros(config.num_experts) if config.moe_router_enable_expert_bias else None
         self.register_buffer("e_score_correction_bias", bias)
+        self.e_score_correction_bias: Tensor | None
 
     def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         logits_TE = F.linear(x_TD.float(), self.weight.float())
@@ -257,10 +258,8 @@ class OptimusDecoderLayer(GradientCheckpointingLayer):
         self.input_layernorm = build_norm(config)
         self.self_attn = OptimusAttention(config, layer)
         self.post_attention_layernorm = build_norm(config)
-        if config.num_experts and layer not in config.mlp_only_layers:
-            self.mlp = OptimusMoE(config)
-        else:
-            self.mlp = OptimusMLP(config.hidden_size, config.intermediate_size)
+        is_moe = config.num_experts > 0 and layer not in config.mlp_only_layers
+        self.mlp = OptimusMoE(config) if is_moe else OptimusMLP(config.hidden_size, config.intermediate_size)
 
     def forward(self, x_BSD: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache | None) -> Tensor:
         x_BSD = x_BSD + self.self_attn(self.input_layernorm(x_BSD), rope, mask, cache)
