@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -187,7 +187,25 @@ def init_distributed(
         backend = dist_backend or (dist.get_backend() if dist.is_initialized() else None)
         if timeout is not None:
             kwargs["timeout"] = timeout
-        deepspeed.comm.init_distributed(dist_backend=backend, **kwargs)
+        with _without_own_ccl():
+            deepspeed.comm.init_distributed(dist_backend=backend, **kwargs)
+
+
+@contextlib.contextmanager
+def _without_own_ccl() -> Iterator[None]:
+    """Lets DeepSpeed use a process group that exists. Where oneCCL's bindings are installed it would compile an
+    extension for oneCCL and open a second communicator, also beside a group of gloo."""
+    import deepspeed
+
+    accelerator = deepspeed.get_accelerator()
+    if not dist.is_initialized() or accelerator.communication_backend_name() != "ccl":
+        yield
+        return
+    accelerator._communication_backend_name = "gloo"  # for which DeepSpeed has nothing of its own
+    try:
+        yield
+    finally:
+        accelerator._communication_backend_name = dist.get_backend()
 
 
 def shutdown() -> None:
