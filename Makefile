@@ -2,6 +2,7 @@
 # make check       lint, types and the quick tests                         make demo PY=python3  (an environment
 # make test        everything that can be tested here                       that already has the dependencies)
 # make campaigns   long experiments: kills, damage, layouts, endings
+# make test-ipex   unit tests and a short run on torch 2.8 with Intel's extension, in .venv-ipex
 # make docs        the documentation site, into build/site
 
 VENV ?= .venv
@@ -33,7 +34,7 @@ QUICK := tests/packaging/test_structure.py tests/packaging/test_documents.py tes
     tests/unit/data/test_dataset.py tests/unit/checkpoint/test_slices.py tests/unit/checkpoint/test_manifest.py \
     tests/unit/training/test_lr_schedule.py tests/unit/training/test_health.py tests/unit/deepspeed_ext/zero
 
-.PHONY: demo check test campaigns docs lint kernels clean
+.PHONY: demo check test test-ipex campaigns docs lint kernels clean
 
 demo: kernels
 	$(PYTHON) examples/local/demo.py $(if $(CORPUS),--corpus '$(subst ','\'',$(CORPUS))')
@@ -44,6 +45,27 @@ test: lint kernels $(SYCL) $(TRITON)
 
 check: lint
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -n $(TEST_WORKERS) --dist loadfile -m "not slow and not gpu" $(QUICK)
+
+# The oldest torch that is supported, with Intel's extension of it. pip's index has torch 2.8 as a build for CUDA, 4 GB
+# with its libraries; an index of CPU builds in TORCH_INDEX saves most. Kernels are built in a copy of the tree, because
+# those of this tree are for another torch.
+TORCH_INDEX ?=
+IPEX := .venv-ipex
+IPEX_TREE := build/ipex
+
+test-ipex: $(IPEX)/ready
+	rm -rf $(IPEX_TREE) && mkdir -p $(IPEX_TREE)
+	git ls-files -z | xargs -0 cp --parents -t $(IPEX_TREE)
+	cd $(IPEX_TREE) && $(CURDIR)/$(IPEX)/bin/python setup.py --quiet build_ext --inplace >build.log 2>&1
+	cd $(IPEX_TREE) && OMP_NUM_THREADS=1 $(CURDIR)/$(IPEX)/bin/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile \
+	    -m "not gpu" tests/unit tests/integration/test_pretrain.py
+
+$(IPEX)/ready: requirements.txt
+	$(BASE_PYTHON) -m venv $(IPEX)
+	$(IPEX)/bin/python -m pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch==2.8.0
+	grep -v '^torch==' requirements.txt >$(IPEX)/requirements.txt
+	$(IPEX)/bin/python -m pip install --quiet torch==2.8.0 intel_extension_for_pytorch==2.8.0 -r $(IPEX)/requirements.txt
+	touch $@
 
 # Hours on a small machine; each program has --help for its sizes.
 campaigns: kernels

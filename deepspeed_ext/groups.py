@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -197,10 +197,28 @@ def init_distributed(
         probed = vars(deepspeed.ops).get("__compatible_ops__")
         deepspeed.ops.__compatible_ops__ = {**(probed or {}), "deepspeed_shm_comm": False}
         try:
-            deepspeed.comm.init_distributed(dist_backend=backend, **kwargs)
+            with _without_own_ccl():
+                deepspeed.comm.init_distributed(dist_backend=backend, **kwargs)
         finally:
             if probed is None:
                 del deepspeed.ops.__compatible_ops__
+
+
+@contextlib.contextmanager
+def _without_own_ccl() -> Iterator[None]:
+    """Lets DeepSpeed use a process group that exists. Where oneCCL's bindings are installed it would compile an
+    extension for oneCCL and open a second communicator, also beside a group of gloo."""
+    import deepspeed
+
+    accelerator = deepspeed.get_accelerator()
+    if not dist.is_initialized() or accelerator.communication_backend_name() != "ccl":
+        yield
+        return
+    accelerator._communication_backend_name = "gloo"  # for which DeepSpeed has nothing of its own
+    try:
+        yield
+    finally:
+        accelerator._communication_backend_name = dist.get_backend()
 
 
 def shutdown() -> None:

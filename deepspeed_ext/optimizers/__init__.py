@@ -148,6 +148,6 @@ def shard_optimizer_for(optimizer: torch.optim.Optimizer, group: Mapping[str, An
         return ShardAdam()
     if kind is torch.optim.SGD:
         return ShardSGD(group["momentum"])
-    if kind is torch.optim.Muon:
+    if kind is getattr(torch.optim, "Muon", None):  # from torch 2.9 on
         return ShardMuon()
     return WrappedOptimizer(optimizer, group)

@@ -1,7 +1,7 @@
 """The older stacks that sites still load as modules: Intel's extension of torch, oneCCL's bindings and apex.
 
 None of them is required. Intel's extension (IPEX) is imported at the start where it fits this torch, as its kernels
-register themselves; oneCCL's bindings are imported for the backend ``ccl``; apex's kernels run where asked for.
+register themselves; oneCCL's bindings are imported for the backend ``ccl``; apex is named by ``optimus doctor`` only.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
-from types import ModuleType
 
 import torch
 import torch.distributed as dist
@@ -73,25 +72,6 @@ def ccl_error() -> str | None:
     except (Exception, SystemExit) as failure:
         return f"{CCL} cannot be imported ({_first_line(failure)})"
     return None if "ccl" in dist.Backend.backend_list else f"{CCL} {version(CCL)} does not register a backend ccl"
-
-
-def apex_module(name: str, option: str) -> ModuleType:
-    """Returns a module of apex, such as "apex.optimizers".
-
-    Args:
-        name: of the module.
-        option: that asked for it, for the error ("norm_backend=apex").
-
-    Raises:
-        ModuleNotFoundError, ImportError: as one line that names the option and how to install apex.
-    """
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise ImportError(
-            f"{option}: {name} cannot be imported ({_first_line(error)}); build apex from source with its CUDA "
-            "extensions (github.com/NVIDIA/apex), load the site's module, or leave the option out"
-        ) from error
 
 
 def _first_line(error: BaseException) -> str:

@@ -16,6 +16,7 @@ def pair(shape: tuple[int, ...]) -> tuple[nn.Parameter, nn.Parameter]:
     return nn.Parameter(weights.clone()), nn.Parameter(weights.clone())
 
 
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has Muon from 2.9 on")
 @pytest.mark.parametrize("shape", [(16, 16), (8, 40), (40, 8)])
 @pytest.mark.parametrize("adjust_lr_fn", [None, "original", "match_rms_adamw"])
 @pytest.mark.parametrize("nesterov", [True, False])

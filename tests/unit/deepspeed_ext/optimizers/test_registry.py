@@ -21,7 +21,7 @@ def test_each_optimizer_finds_its_shard_optimizer() -> None:
         (torch.optim.AdamW, ShardAdam),
         (torch.optim.Adam, ShardAdam),
         (torch.optim.SGD, ShardSGD),
-        (torch.optim.Muon, ShardMuon),
+        (getattr(torch.optim, "Muon", Muon), ShardMuon),  # torch has it from 2.9 on
         (Muon, ShardMuon),
         (Own, WrappedOptimizer),
         (torch.optim.Adagrad, WrappedOptimizer),
