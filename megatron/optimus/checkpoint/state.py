@@ -40,6 +40,7 @@ class ShardedOptimizer(Protocol):
     """An optimizer whose states are sharded over ranks, as that of deepspeed_ext is."""
 
     def state_shards(self) -> Sequence[StateShard]: ...
+    def tensor_states(self, *, all_copies: bool) -> Sequence[StateShard]: ...  # numbers of rows or columns, no masters
 
 
 def global_name_shape(name: str, param: torch.Tensor) -> tuple[str, tuple[int, ...]]:
@@ -83,6 +84,8 @@ def training_slices(
             else:
                 tensors[kind] = encoded
         slices += _slices(shard.name, shard.param, shard.start, shard.stop, tensors)
+    for shard in optimizer.tensor_states(all_copies=to_load):
+        slices += _slices(shard.name, shard.param, shard.start, shard.stop, shard.tensors)
     return slices + (_buffer_slices(model) if buffers else [])
 
 

@@ -91,6 +91,7 @@ class OptimizerName(str, Enum):
     SGD = "sgd", 1
     MUON = "muon", 1, True
     LION = "lion", 1
+    ADAFACTOR = "adafactor", 0  # beside a number for each row and column
     ADEMAMIX = "ademamix", 3
     ADOPT = "adopt", 2
     CAUTIOUS_ADAMW = "cautious-adamw", 2

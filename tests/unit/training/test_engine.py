@@ -10,6 +10,7 @@ from torch import nn
 
 from deepspeed_ext.ds_config import zero_options
 from deepspeed_ext.optimizers import shard_optimizer_for
+from deepspeed_ext.optimizers.adafactor import ShardAdafactor
 from deepspeed_ext.optimizers.ademamix import ShardAdEMAMix
 from deepspeed_ext.optimizers.adopt import ShardADOPT
 from deepspeed_ext.optimizers.cautious import ShardCautiousAdamW
@@ -41,12 +42,13 @@ from megatron.optimus.training.engine import (
     param_groups,
 )
 
-IN_FP32 = (ShardScheduleFreeAdamW, ShardScheduleFreeSGD, WrappedOptimizer)
+IN_FP32 = (ShardAdafactor, ShardScheduleFreeAdamW, ShardScheduleFreeSGD, WrappedOptimizer)
 SCHEDULE_FREE = "--lr-decay-style constant --schedule-free-beta 0.61 --schedule-free-warmup-iters 9"
 OWN_FLAGS = {
     "sgd": "--sgd-momentum 0.4",
     "lion": "--lion-beta1 0.6 --lion-beta2 0.5",
     "muon": "--muon-momentum 0.3 --muon-num-ns-steps 7 --muon-adjust-lr-fn original",
+    "adafactor": "--adafactor-beta2-decay=-0.7 --adafactor-clip-threshold 2",
     "ademamix": "--ademamix-beta1 0.61 --ademamix-beta2 0.62 --ademamix-beta3 0.63 --ademamix-alpha 3 "
     "--ademamix-warmup-iters 9",
     "adopt": "--adopt-beta1 0.61 --adopt-beta2 0.62 --adopt-eps 1e-3",
@@ -120,6 +122,7 @@ def test_muon_takes_hidden_matrices_and_knows_stacked_ones() -> None:
         ("sgd", ShardSGD, {"momentum": 0.4, "decoupled_weight_decay": True, "lr": 0.5}),
         ("lion", ShardLion, {"betas": (0.6, 0.5), "lr": 0.5}),
         ("muon", ShardMuon, {"momentum": 0.3, "ns_steps": 7, "adjust_lr_fn": "original", "adam_eps": 1e-5}),
+        ("adafactor", ShardAdafactor, {"beta2_decay": -0.7, "clip_threshold": 2.0}),
         ("ademamix", ShardAdEMAMix, {"betas": (0.61, 0.62, 0.63), "alpha": 3.0, "warmup_iters": 9, "eps": 1e-8}),
         ("adopt", ShardADOPT, {"betas": (0.61, 0.62), "eps": 1e-3}),
         ("cautious-adamw", ShardCautiousAdamW, {"betas": (0.8, 0.7), "eps": 1e-5}),
