@@ -45,7 +45,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "cautious-adamw": {},
     "lamb": {},
     "lars": dict(lr=0.1, lars_trust_coefficient=0.1),
-    "mars": {},
+    "mars": dict(clip_grad=0.0, mars_gamma=1.0),  # so that its norms exceed 1
     "pytorch_optimizer:AdaBelief": dict(optimizer_options=["eps=1e-2", "rectify=false"]),
     "schedule-free-adamw": CONSTANT,
     "schedule-free-sgd": CONSTANT | dict(lr=0.1),
