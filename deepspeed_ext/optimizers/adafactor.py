@@ -58,15 +58,16 @@ class _Factors:
             [n * (one.num_cuts if one.cut_dim == d else 1) for d, n in enumerate(one.shape)] for one in self.tensors
         ]
         lengths = [torch.tensor([one.shape[dim] for one in self.tensors], device=tensors.device) for dim in (0, 1)]
+
+        def spread(numbers_T: Tensor, dim: int) -> Tensor:
+            """A tensor's number for each of its rows (0) or columns (1)."""
+            return numbers_T.repeat_interleave(lengths[dim], output_size=self.sizes[dim][-1])
+
         # What a row's sum is divided by is the number of columns.
-        self.divisors = [
-            torch.tensor([float(shape[1 - dim]) for shape in whole], device=tensors.device).repeat_interleave(
-                lengths[dim]
-            )
-            for dim in (0, 1)
-        ]
+        others = [torch.tensor([float(shape[1 - dim]) for shape in whole], device=tensors.device) for dim in (0, 1)]
+        self.divisors = [spread(other_T, dim) for dim, other_T in enumerate(others)]
         numbers = torch.arange(len(self.tensors), device=tensors.device)
-        self.owner_of_row_R, self.owner_of_column_C = (numbers.repeat_interleave(length) for length in lengths)
+        self.owner_of_row_R, self.owner_of_column_C = (spread(numbers, dim) for dim in (0, 1))
         self.lengths = [length.to(torch.float32) for length in lengths]
         self.cut_rows_T = torch.tensor(
             [one.num_cuts > 1 and one.cut_dim == 0 for one in self.tensors], device=tensors.device
