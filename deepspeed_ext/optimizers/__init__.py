@@ -9,6 +9,8 @@ To add an optimizer, write one file here with both classes; it is found by the n
 - element-wise: a ``ShardOptimizer`` whose ``update_`` may be plain torch. For a fused kernel derive from
   ``ElementwiseOptimizer`` instead (elementwise.py has the existing ones), add its hyperparameters to kernels/options.py
   and the function, under one name, to kernels/reference.py, cpu.py and triton_ops.py;
+  In plain torch and fast enough: a ``BlockOptimizer`` with ``update_block`` (adopt.py);
+- sums over whole tensors: a ``TensorOptimizer`` with ``update_tensors_`` (lars.py);
 - whole matrices: a ``MatrixOptimizer`` with ``update_matrices_`` (muon.py is the example); where the states are whole
   matrices too, an ``OwnerOptimizer`` with ``matrix_states`` and ``direction`` (soap.py), and a ``MatrixAndAdamW``;
 - either way a ``ShardableOptimizer`` with the options, whose ``shard_optimizer`` returns it.

@@ -66,7 +66,7 @@ class LARS(ShardableOptimizer):
         state_dtype: str = "fp32",
     ) -> None:
         check_options(lr, weight_decay, (momentum,), trust_coefficient=trust_coefficient)
-        options = {"lr": lr, "momentum": momentum, "trust_coefficient": trust_coefficient}
+        options: dict[str, Any] = {"lr": lr, "momentum": momentum, "trust_coefficient": trust_coefficient}
         options |= {"weight_decay": weight_decay, "maximize": maximize, "state_dtype": state_dtype}
         super().__init__(params, options)
 

@@ -142,6 +142,10 @@ class WholeTensors:
         shards: for each shard of this rank its (name, start, stop, offset) ranges: elements [start, stop) of the
             flattened parameter from ``offset`` of the shard on.
         device: where the sums are.
+        cut_index: this rank among those that tensor parallelism has cut the tensors over.
+
+    Attributes:
+        state: what the optimizer keeps for whole tensors (``TensorOptimizer.new_tensor_state``).
     """
 
     def __init__(
@@ -149,8 +153,10 @@ class WholeTensors:
         tensors: Sequence[WholeTensor],
         shards: Iterable[Sequence[tuple[str, int, int, int]]],
         device: torch.device,
+        cut_index: int = 0,
     ) -> None:
-        self.tensors, self.device = list(tensors), device
+        self.tensors, self.device, self.cut_index = list(tensors), device, cut_index
+        self.state: dict[str, Tensor] = {}
         self._first = {one.name: number for number, one in reversed(list(enumerate(self.tensors)))}
         self._shards = [list(ranges) for ranges in shards]
         self._runs: list[list[list[TensorRun]]] = [self._blocks(ranges) for ranges in self._shards]
@@ -189,7 +195,18 @@ class WholeTensors:
 
 class TensorOptimizer(ShardOptimizer):
     """Updates element by element with numbers that are sums over whole tensors. ``update_tensors_`` replaces
-    ``update_``."""
+    ``update_``.
+
+    Attributes:
+        tensor_kinds: names of the states that are not element-wise: none, or a number for each row and one for each
+            column of the tensors (fp32, one after the other), of which every rank of the group has the same copy.
+    """
+
+    tensor_kinds: tuple[str, ...] = ()
+
+    def new_tensor_state(self, tensors: WholeTensors, options: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Creates the states of ``tensor_kinds``, those of the rows first."""
+        return {}
 
     def update_(self, shard: Shard, options: Mapping[str, Any], scalars: StepScalars) -> None:
         """Raises TypeError: one shard does not hold whole tensors."""
@@ -198,6 +215,8 @@ class TensorOptimizer(ShardOptimizer):
     def update_whole_(self, shard: Shard, param: Tensor, options: Mapping[str, Any], scalars: StepScalars) -> None:
         """See ShardOptimizer.update_whole_."""
         tensors = WholeTensors(tensors_of("", param.shape), [[("", 0, param.numel(), 0)]], shard.master.device)
+        for kind, state in self.new_tensor_state(tensors, options).items():
+            tensors.state[kind] = shard.state.setdefault(kind, state)
         run_in_rounds([(self.update_tensors_([shard], tensors, options, scalars), ())])
 
     @abstractmethod

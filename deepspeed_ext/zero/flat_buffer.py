@@ -142,7 +142,7 @@ class FlatBuffer:
             [(part.name, part.start, part.stop, part.offset) for part in bucket.shard_ranges(self.rank)]
             for bucket in self.layout.buckets
         )
-        return WholeTensors(tensors, shards, device)
+        return WholeTensors(tensors, shards, device, 0 if cuts is None else dist.get_rank(cuts))
 
     def _make_buckets(self, options: ZeroOptions) -> list[Bucket]:
         buckets, first = [], 0
@@ -167,6 +167,13 @@ class FlatBuffer:
         if self.exchange is not None:
             assert isinstance(self.shard_optimizer, MatrixOptimizer)
             self.exchange.new_states(self.shard_optimizer, options, self.param_buffer.device)
+        if self.tensors is not None and isinstance(self.shard_optimizer, TensorOptimizer):
+            self.tensors.state = self.shard_optimizer.new_tensor_state(self.tensors, options)
+
+    @property
+    def tensor_state(self) -> dict[str, Tensor]:
+        """The states of whole tensors, of which every rank of the group has a copy."""
+        return {} if self.tensors is None else self.tensors.state
 
     def state_tensors(self) -> list[Tensor]:
         """Returns all states of the optimizer on this rank."""
@@ -212,6 +219,7 @@ class FlatBuffer:
         full = 0 if self.grad_buffer is None else self.grad_buffer.nbytes
         flat_states = sum(tensor.nbytes for bucket in self.buckets for tensor in bucket.shard.state.values())
         states = sum(tensor.nbytes for tensor in self.state_tensors())
+        shared = sum(tensor.nbytes for tensor in self.tensor_state.values())
         unowned = sum(
             bucket.shard_numel - sum(part.numel for part in bucket.shard_ranges(self.rank))
             for bucket in self.layout.buckets
@@ -222,7 +230,7 @@ class FlatBuffer:
             "parameters": self.param_buffer.nbytes,
             "gradients": full + sum(bucket.gradient_bytes() for bucket in self.buckets),
             "masters": self.masters.nbytes,
-            "states": states,
+            "states": states + shared,
             "padding": self.layout.padding * each + unowned * (kept // self.layout.shard_numel),
         }
 

@@ -499,6 +499,16 @@ class EPZeroOptimizer(DeepSpeedFiles, ZeROOptimizer):
         self._require_at_rest("matrix_states", "optim_states")
         return sharded_state.matrix_states(self)
 
+    def tensor_states(self, *, all_copies: bool) -> list[StateShard]:
+        """Returns the states that are numbers of rows or columns (Adafactor's), by parameter, without masters.
+
+        Args:
+            all_copies: True: all that this rank has, to be filled; False: what it writes, so that over all ranks
+                every number occurs once.
+        """
+        self._require_at_rest("tensor_states", "optim_states")
+        return sharded_state.tensor_states(self, all_copies=all_copies)
+
     def forget_copies(self) -> None:
         """Frees the decoded copies that ``state_shards`` returned. For callers that only read them."""
         self._copies = []

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed_ext.optimizers.states import StoredState, stored_part
+from deepspeed_ext.optimizers.whole_tensors import WholeTensor
 
 if TYPE_CHECKING:
     from deepspeed_ext.zero.flat_buffer import FlatBuffer
@@ -123,6 +124,46 @@ def state_shards(optimizer: EPZeroOptimizer) -> list[StateShard]:
     return shards
 
 
+def tensor_states(optimizer: EPZeroOptimizer, *, all_copies: bool) -> list[StateShard]:
+    """Returns the states of rows and columns by parameter, see ``EPZeroOptimizer.tensor_states``."""
+    found = []
+    for flat_buffer in optimizer.flat_buffers:
+        tensors = flat_buffer.tensors
+        for dim, (kind, state) in enumerate(flat_buffer.tensor_state.items()):
+            assert tensors is not None
+            start = 0
+            for number, (name, param) in enumerate(flat_buffer.params.items()):
+                own = [one for one in tensors.tensors if one.name == name]
+                stop = start + sum(one.shape[dim] for one in own)
+                is_whole = all(one.num_cuts == 1 or one.cut_dim != dim for one in own)
+                writes = number % flat_buffer.group_size == flat_buffer.rank and (not is_whole or not tensors.cut_index)
+                if (all_copies or writes) and own and (dim == 0 or own[0].is_matrix):
+                    whole = _without_dim(param, len(own[0].shape) - dim, own)
+                    found.append(StateShard(name, whole, 0, stop - start, {kind: state[start:stop]}))
+                start = stop
+    return found
+
+
+def _without_dim(param: nn.Parameter, kept: int, tensors: Sequence[WholeTensor]) -> nn.Parameter:
+    """A stand-in for a parameter of whose matrices the rows (``kept`` 2) or columns (1) alone are left, with the marks
+    from which checkpoints know what of the whole one it is."""
+    is_vector = not tensors[0].is_matrix
+    count = [len(tensors)] if param.dim() == 3 else []
+    result = nn.Parameter(torch.empty(*count, tensors[0].shape[2 - kept], device="meta"), requires_grad=False)
+    for mark in ("expert_ids", "group_name"):
+        if hasattr(param, mark):
+            setattr(result, mark, getattr(param, mark))
+    if hasattr(param, "global_shape"):
+        place = len(param.global_shape) - (1 if kept == 2 else 2)  # of the dimension that is dropped
+
+        def drop(values: Any) -> tuple[Any, ...]:
+            return tuple(values) if is_vector else (*values[:place], *values[place + 1 :])
+
+        result.global_shape = drop(param.global_shape)  # type: ignore[attr-defined]
+        result.global_boxes = tuple(dict.fromkeys(map(drop, param.global_boxes)))  # type: ignore[attr-defined]
+    return result
+
+
 def write_back(shards: Sequence[StateShard]) -> None:
     """Encodes the decoded copies among ``shards`` again."""
     for shard in shards:
@@ -168,6 +209,7 @@ def state_dict(optimizer: EPZeroOptimizer) -> dict[str, Any]:
             for bucket in flat_buffer.buckets
         ],
         "matrix_states": [dict(one.tensors) for one in matrix_states(optimizer)],
+        "tensor_states": [flat_buffer.tensor_state for flat_buffer in optimizer.flat_buffers],
     }
 
 
@@ -210,6 +252,9 @@ def load_state_dict(optimizer: EPZeroOptimizer, saved: Any, load_optimizer_state
         for one, tensors in zip(matrix_states(optimizer), saved.get("matrix_states", []), strict=True):
             for kind, tensor in one.tensors.items():
                 tensor.copy_(tensors[kind])
+        for flat_buffer, states in zip(optimizer.flat_buffers, saved.get("tensor_states", ()), strict=False):
+            for kind, state in flat_buffer.tensor_state.items():
+                state.copy_(states[kind])
         for group, options in zip(optimizer.param_groups, saved["param_groups"], strict=True):
             group.update(options)
         optimizer.step_count = saved["step_count"]
@@ -261,6 +306,10 @@ class Stage3States:
 
     def matrix_states(self) -> list[MatrixState]:
         """Returns nothing: AdamW has no states of whole matrices."""
+        return []
+
+    def tensor_states(self, *, all_copies: bool) -> list[StateShard]:
+        """Returns nothing: all of Adam's states are element-wise."""
         return []
 
     def restart_states(self) -> None:

@@ -56,6 +56,7 @@ class ShardedOptimizer(Protocol):
 
     def state_shards(self) -> Sequence[StateShard]: ...
     def matrix_states(self) -> Sequence[MatrixState]: ...
+    def tensor_states(self, *, all_copies: bool) -> Sequence[StateShard]: ...  # numbers of rows or columns, no masters
 
 
 def global_name_shape(name: str, param: torch.Tensor) -> tuple[str, tuple[int, ...]]:
@@ -101,6 +102,8 @@ def training_slices(
         slices += _slices(shard.name, shard.param, shard.start, shard.stop, tensors)
     for matrix in optimizer.matrix_states():
         slices += _matrix_state_slices(matrix)
+    for shard in optimizer.tensor_states(all_copies=to_load):
+        slices += _slices(shard.name, shard.param, shard.start, shard.stop, shard.tensors)
     return slices + (_buffer_slices(model) if buffers else [])
 
 

@@ -107,6 +107,7 @@ class OptimizerName(str, Enum):
     SHAMPOO = "shampoo", 0, True
     GALORE = "galore", 0, True
     DION = "dion", 0, True
+    ADAFACTOR = "adafactor", 0  # beside a number for each row and column
     ADEMAMIX = "ademamix", 3
     ADOPT = "adopt", 2
     CAUTIOUS_ADAMW = "cautious-adamw", 2

@@ -45,7 +45,7 @@ def check_optimizer_options(config: OptimizerConfig) -> None:
             config.sophia_interval is not None,
             "optimizer=sophia needs sophia_interval, the steps between two estimates of the Hessian; 10 is usual",
         )
-    if chosen.is_schedule_free or chosen.is_of_library:
+    if chosen.is_schedule_free or chosen.is_of_library or chosen is OptimizerName.ADAFACTOR:
         dtype = config.optimizer_state_dtype
         require(
             dtype is StateDtype.FP32,

@@ -323,6 +323,8 @@ class OptimizerConfig:
         0.0,
         "skip a step whose gradient norm exceeds the mean of the last 128 by this many standard deviations; 0: never",
     )
+    adafactor_beta2_decay: float = option(-0.8, "Adafactor: the second moment's decay rate at step t is 1 - t^this")
+    adafactor_clip_threshold: float = option(1.0, "Adafactor: largest root mean square of an update")
     ademamix_beta1: float = option(0.9, "decay rate of AdEMAMix's fast momentum")
     ademamix_beta2: float = option(0.999, "decay rate of AdEMAMix's second moment")
     ademamix_beta3: float = option(0.9999, "decay rate of AdEMAMix's slow momentum")
@@ -351,6 +353,10 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         positive(self, "lr", "adam_eps", "adopt_eps", "lamb_max_weight_norm", "lars_trust_coefficient", "sophia_gamma")
+        positive(self, "adafactor_clip_threshold")
+        require(
+            self.adafactor_beta2_decay <= 0, f"adafactor_beta2_decay={self.adafactor_beta2_decay} must be 0 or less"
+        )
         at_least(self, 0, "min_lr", "lr_warmup_iters", "lr_warmup_samples", "weight_decay", "clip_grad")
         at_least(self, 0, "grad_norm_spike_sigma")
         at_least(self, 1, "lr_decay_iters", "lr_decay_samples", "lr_wsd_decay_iters", "lr_wsd_decay_samples")
@@ -363,7 +369,7 @@ class OptimizerConfig:
         require(self.dion_rank_fraction <= 1, f"dion_rank_fraction={self.dion_rank_fraction} exceeds 1; use at most 1")
         require(
             self.optimizer.keeps_flat_states or self.optimizer_state_dtype is StateDtype.FP32,
-            f"optimizer={self.optimizer.value} keeps whole matrices in fp32, not "
+            f"optimizer={self.optimizer.value} keeps its states in fp32, not "
             f"optimizer_state_dtype={self.optimizer_state_dtype.value}; use fp32, or muon or normuon",
         )
         at_least(self, 1, "sophia_interval", "sophia_batch_size")

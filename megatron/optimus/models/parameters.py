@@ -25,6 +25,7 @@ class RankParameter:
     is_expert: bool
     is_tp_sharded: bool  # tensor-parallel ranks hold different parts
     is_tied: bool = False  # another pipeline stage has a copy
+    num_rows_and_columns: int = 0  # of the matrices that it is; a vector has one column
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,15 @@ def embedding_and_head_parameters(rank: RankPlan) -> dict[str, RankParameter]:
     return _cut(rank, specs, tied=(EMBEDDING, HEAD) if is_tied_across_stages else ())
 
 
+def _rows_and_columns(rank: RankPlan, spec: ParameterSpec) -> int:
+    layout, sizes = rank.layout, list(spec.shape)
+    if spec.split_dim is not None:
+        sizes[spec.split_dim] //= layout.etp if spec.is_expert else layout.tp
+    if len(sizes) < 3:
+        return sum(sizes) + (len(sizes) == 1)
+    return sizes[0] // (layout.ep if spec.is_expert else 1) * sum(sizes[1:])
+
+
 def _cut(rank: RankPlan, specs: Mapping[str, ParameterSpec], tied: tuple[str, ...] = ()) -> dict[str, RankParameter]:
     tp = rank.layout.tp
     return {
@@ -150,6 +160,7 @@ def _cut(rank: RankPlan, specs: Mapping[str, ParameterSpec], tied: tuple[str, ..
             spec.is_expert,
             is_tp_sharded=tp > 1 and spec.split_dim is not None,
             is_tied=name in tied,
+            num_rows_and_columns=_rows_and_columns(rank, spec),
         )
         for name, spec in specs.items()
     }

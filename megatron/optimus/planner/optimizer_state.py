@@ -32,6 +32,7 @@ class PlannedFlatBuffer:
     group_size: int
     numels: tuple[tuple[int, int], ...]  # (elements, how many such parameters)
     bucket_limit: int
+    num_rows_and_columns: int = 0  # of all its matrices
 
     @cached_property
     def numel(self) -> int:
@@ -97,11 +98,16 @@ def flat_buffers_by_key(rank: RankPlan) -> dict[BufferKey, PlannedFlatBuffer]:
     """The flat buffers of a rank, those of experts last."""
     layout = rank.layout
     members: dict[BufferKey, list[tuple[int, int]]] = {}
+    sides: dict[BufferKey, int] = {}
     for parameter, count in rank_parameters(rank).items():
-        members.setdefault(buffer_key(rank, parameter), []).append((parameter.numel, count))
+        key = buffer_key(rank, parameter)
+        members.setdefault(key, []).append((parameter.numel, count))
+        sides[key] = sides.get(key, 0) + parameter.num_rows_and_columns * count
     limit = rank.config.optimizer.ddp_bucket_size or DEFAULT_BUCKET
     return {
-        key: PlannedFlatBuffer(key[0], key[1], layout.edp if key[0] else layout.dp * layout.cp, tuple(numels), limit)
+        key: PlannedFlatBuffer(
+            key[0], key[1], layout.edp if key[0] else layout.dp * layout.cp, tuple(numels), limit, sides[key]
+        )
         for key, numels in sorted(members.items(), key=lambda item: item[0][0])
     }
 
@@ -122,6 +128,8 @@ def state_bytes(rank: RankPlan, buffer: PlannedFlatBuffer) -> StateBytes:
     if buffer.group_size > 1 and (not is_whole or shard_width != kept):
         gradients += buffer.shard * shard_width
     moments = num_moments(rank, buffer) * _moment_bytes(rank, buffer)
+    if rank.config.optimizer.optimizer is OptimizerName.ADAFACTOR:
+        moments += 4 * buffer.num_rows_and_columns  # on every rank
     # fp32 parameters are their own, but for schedule-free optimizers, whose masters are another point.
     is_own = rank.element_bytes == 4 and not rank.config.optimizer.optimizer.is_schedule_free
     masters = 0 if is_own else buffer.shard * 4

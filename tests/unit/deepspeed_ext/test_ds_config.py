@@ -56,7 +56,7 @@ def test_optimizer_section(section: dict[str, Any], kind: type, options: dict[st
     ("section", "message"),
     [
         (None, "no optimizer"),
-        ({"type": "Adamax", "params": {}}, "'Adamax' is not one of"),
+        ({"type": "OneBitLamb", "params": {}}, "'OneBitLamb' is not one of"),
         ({"type": "AdamW", "params": {"learning_rate": 1.0}}, "learning_rate"),
         ({"type": "AdamW", "params": {"max_grad_norm": 1.0}}, "gradient_clipping"),
         ({"type": "AdamW", "params": {"bias_correction": False}}, "bias_correction"),

@@ -29,6 +29,8 @@ WORLDS = [
     ("--pipeline-model-parallel-size 2 --no-untie-embeddings-and-output-weights --optimizer lion", 3, 4),
     ("--num-query-groups 2 --qk-layernorm-scope head --tensor-model-parallel-size 2 --optimizer sgd", 1, 4),
     (MOE + "--optimizer schedule-free-adamw --lr-decay-style constant --expert-model-parallel-size 2", 1, 4),
+    (MOE + "--optimizer adafactor --tensor-model-parallel-size 2 --expert-model-parallel-size 2", 1, 4),
+    (MOE + "--optimizer adafactor --expert-model-parallel-size 2", 1, 4),
     (MOE + "--optimizer pytorch_optimizer:Tiger --tensor-model-parallel-size 2", 1, 2),
     (MOE + "--optimizer mars --optimizer-state-dtype bf16 --params-dtype bf16", 1, 2),
     ("--no-weight-decay-norms --no-weight-decay-embeddings --grad-reduce-in-bf16 --zero-stage 2", 0, 2),

@@ -10,6 +10,7 @@ from torch import nn
 
 from deepspeed_ext.ds_config import zero_options
 from deepspeed_ext.optimizers import shard_optimizer_for
+from deepspeed_ext.optimizers.adafactor import ShardAdafactor
 from deepspeed_ext.optimizers.ademamix import ShardAdEMAMix
 from deepspeed_ext.optimizers.adopt import ShardADOPT
 from deepspeed_ext.optimizers.cautious import ShardCautiousAdamW
@@ -42,7 +43,7 @@ from megatron.optimus.training.engine import (
     param_groups,
 )
 
-IN_FP32 = (ShardScheduleFreeAdamW, ShardScheduleFreeSGD, WrappedOptimizer)
+IN_FP32 = (ShardAdafactor, ShardScheduleFreeAdamW, ShardScheduleFreeSGD, WrappedOptimizer)
 SCHEDULE_FREE = "--lr-decay-style constant --schedule-free-beta 0.61 --schedule-free-warmup-iters 9"
 OWN_FLAGS = {
     "sgd": "--sgd-momentum 0.4",
@@ -50,6 +51,7 @@ OWN_FLAGS = {
     "muon": "--muon-momentum 0.3 --muon-num-ns-steps 7 --muon-adjust-lr-fn original",
     "normuon": "--muon-momentum 0.3 --muon-num-ns-steps 7 --normuon-beta2 0.25",
     "galore": "--galore-rank 4",
+    "adafactor": "--adafactor-beta2-decay=-0.7 --adafactor-clip-threshold 2",
     "ademamix": "--ademamix-beta1 0.61 --ademamix-beta2 0.62 --ademamix-beta3 0.63 --ademamix-alpha 3 "
     "--ademamix-warmup-iters 9",
     "adopt": "--adopt-beta1 0.61 --adopt-beta2 0.62 --adopt-eps 1e-3",
@@ -124,6 +126,7 @@ def test_muon_takes_hidden_matrices_and_knows_stacked_ones() -> None:
         ("lion", ShardLion, {"betas": (0.6, 0.5), "lr": 0.5}),
         ("muon", ShardMuon, {"momentum": 0.3, "ns_steps": 7, "adjust_lr_fn": "original", "adam_eps": 1e-5}),
         ("normuon", ShardNorMuon, {"momentum": 0.3, "ns_steps": 7, "beta2": 0.25, "adam_eps": 1e-5}),
+        ("adafactor", ShardAdafactor, {"beta2_decay": -0.7, "clip_threshold": 2.0}),
         ("ademamix", ShardAdEMAMix, {"betas": (0.61, 0.62, 0.63), "alpha": 3.0, "warmup_iters": 9, "eps": 1e-8}),
         ("adopt", ShardADOPT, {"betas": (0.61, 0.62), "eps": 1e-3}),
         ("cautious-adamw", ShardCautiousAdamW, {"betas": (0.8, 0.7), "eps": 1e-5}),
@@ -239,9 +242,7 @@ def test_errors() -> None:
         load(["--optimizer", "adamx"])
     with pytest.raises(ConfigError, match=r"lion_beta2=1.0 is out of range"):
         OptimizerConfig(optimizer=OptimizerName.LION, lion_beta2=1.0)
-    with pytest.raises(
-        ConfigError, match="optimizer=soap keeps whole matrices in fp32, not optimizer_state_dtype=int8"
-    ):
+    with pytest.raises(ConfigError, match="optimizer=soap keeps its states in fp32, not optimizer_state_dtype=int8"):
         load("--optimizer soap --optimizer-state-dtype int8".split())
     with pytest.raises(ConfigError, match=r"dion_rank_fraction=1\.5 exceeds 1"):
         OptimizerConfig(optimizer=OptimizerName.DION, dion_rank_fraction=1.5)
