@@ -118,6 +118,11 @@ def load_optimizer(optimizer: EPZeroOptimizer, folder: Path, load_states: bool) 
     steps: set[int] = set()
 
     def read() -> Any:
+        if load_states and optimizer.matrix_states():
+            raise ValueError(
+                f"{folder}: a universal checkpoint holds no states of whole matrices, which this optimizer has; load "
+                "without optimizer states"
+            )
         files = sorted([*(folder / "zero").rglob("*.pt"), *folder.glob(_MODEL_STATES)])  # other files are not read
         for path in files[dist.get_rank() :: dist.get_world_size()]:
             check_bytes(path)  # each file by one rank; afterwards a rank reads only the parts that it needs

@@ -222,6 +222,9 @@ def check_state_dict(optimizer: EPZeroOptimizer, saved: Any) -> None:
             "the checkpoint was written at another parameter, bucket or rank layout; DeepSpeed's files load only at "
             "the layout that wrote them"
         )
+    kinds = [list(one.tensors) for one in matrix_states(optimizer)]
+    if [list(one) for one in saved.get("matrix_states", [])] != kinds:
+        raise ValueError("the checkpoint holds other states of whole matrices: it was written by another optimizer")
     if missing := optimizer.frozen_experts.keys() - saved.get("frozen_experts", {}).keys():
         raise ValueError(
             f"the checkpoint does not hold the frozen expert {min(missing)!r} of each rank: it was written by an "

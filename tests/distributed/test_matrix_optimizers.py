@@ -6,12 +6,14 @@ Checkpoints go from any of these layouts to another, and a resumed run goes on b
 
 from __future__ import annotations
 
+import copy
 import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron.optimus.checkpoint import load, save, training_slices
@@ -168,6 +170,14 @@ def train_and_save(rank: int, world: int, folder: Path, layout: str) -> None:
         for run in (unbroken, resumed):
             run.step(3)
         assert_same(resumed.state(), unbroken.state())
+        optimizer, after = unbroken.engine.optimizer, unbroken.state()
+        files = copy.deepcopy(optimizer.state_dict())  # DeepSpeed's
+        resumed.step(4)
+        dense = [files] * dist.get_world_size(optimizer.groups.dense)
+        resumed.engine.optimizer.load_state_dict(dense)
+        assert_same(resumed.state(), after)
+        with pytest.raises(ValueError, match="written by another optimizer"):
+            resumed.engine.optimizer.load_state_dict([files | {"matrix_states": []}] * len(dense))
 
 
 def load_and_save(rank: int, world: int, folder: Path, source: str, target: str, layout: str | None) -> None:

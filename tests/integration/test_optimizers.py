@@ -30,6 +30,11 @@ def test_the_loss_falls_under_sgd(tmp_path: Path, train: Program) -> None:
     ("options", "ranks", "kinds"),
     [
         ("--optimizer muon --lr 1e-2 --muon-momentum 0.9 --expert-model-parallel-size 2", 2, {"momentum_buffer"}),
+        (
+            "--optimizer soap --lr 3e-3 --soap-precondition-frequency 3 --tensor-model-parallel-size 2",
+            2,
+            {"exp_avg", "left_factor", "right_basis"},
+        ),
         ("--optimizer lion --lr 2e-3 --optimizer-state-dtype int8 --weight-decay-norms false", 1, {"exp_avg"}),
     ],
 )
