@@ -87,6 +87,12 @@ def _run(args: argparse.Namespace, launch: RankEnvironment, ranks: Ranks) -> Non
     """Takes the port, loads the model and serves it. Collective."""
     from megatron.optimus.inference.server.lifetime import bind
 
+    needed = max(args.tensor_model_parallel_size, args.expert_model_parallel_size)
+    if ranks.size != needed:
+        raise ConfigError(
+            f"{ranks.size} ranks, and the sizes of tensor and expert parallelism use {needed}: all ranks of a server "
+            "compute the same tokens; start so many ranks, or further servers on other ports"
+        )
     is_first = ranks.rank == 0
     listening = on_all_ranks(ranks, lambda: bind(args.host, args.port) if is_first else None, "binding", ConfigError)
     loaded = load_model(args, launch, ranks)

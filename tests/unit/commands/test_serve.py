@@ -73,6 +73,7 @@ def test_what_is_wrong_is_one_line_before_the_model_is_loaded(model: Path, capsy
         port = str(taken.getsockname()[1])
         for words, message in (
             (["--port", port], f"--port {port} on 127.0.0.1: Address already in use; name another with --port"),
+            (["--expert-model-parallel-size", "2"], "1 ranks, and the sizes of tensor and expert parallelism use 2"),
             (["--port", "70000"], "--port 70000 must be at most 65535"),
             (["--port", "0", "--host", "192.0.2.1"], "Cannot assign requested address"),
             (["--port", "0", "--max-model-len", "65"], "the model was trained on 64 positions"),
