@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -38,10 +39,11 @@ from megatron.optimus.training.checkpointing import Checkpoints
 from megatron.optimus.training.data import build_data, check_unchanged, labels_per_micro_batch, num_labels
 from megatron.optimus.training.engine import Engine, build_engine, build_model, step_outcome
 from megatron.optimus.training.evaluate import evaluate_sets, loss_over
-from megatron.optimus.training.health import Health, TrainingError, check_devices
+from megatron.optimus.training.health import Health, NumericError, TrainingError, check_devices
 from megatron.optimus.training.logging import MetricsLogger, closing_lines, nothing_left_lines, startup_line
 from megatron.optimus.training.lr_schedule import RateSchedule
 from megatron.optimus.training.metrics import StepMetrics
+from megatron.optimus.training.nonfinite import NonFiniteSource
 from megatron.optimus.training.pipeline_schedule import Schedule, build_schedule
 from megatron.optimus.training.profiling import StepProfiler
 from megatron.optimus.training.timing import StepClock, StepTime, mfu
@@ -88,6 +90,7 @@ def train_step(
     batches: Sequence[Batch],
     before_update: Callable[[], None] = lambda: None,
     stop_requested: Callable[[], bool] = lambda: False,
+    after_backward: Callable[[Sequence[Tensor]], None] = lambda losses: None,
 ) -> PendingResult:
     """Queues one optimizer step; nothing here waits for the device. Collective.
 
@@ -103,6 +106,7 @@ def train_step(
         batches: this rank's micro-batches, on the device.
         before_update: called before anything changes that a checkpoint holds.
         stop_requested: whether this rank was asked to end the run; called while the device works.
+        after_backward: called with the losses of this rank's micro-batches when the passes are queued.
 
     Returns:
         The step's result; its ``read`` waits for the device.
@@ -110,6 +114,7 @@ def train_step(
     heartbeat.beat("forward and backward")
     with record_function(FORWARD_BACKWARD), recorder.recording():
         losses = schedule.forward_backward(batches, labels_per_micro_batch(batches, run.mesh))
+    after_backward(losses)
     before_update()
     heartbeat.beat("optimizer step")
     with record_function(OPTIMIZER_STEP):
@@ -179,6 +184,7 @@ class Trainer:
         self.batch_sizes, self.rates = batch_sizes(config.training), RateSchedule(config.optimizer, config.training)
         self.health = Health(config.optimizer.grad_norm_spike_sigma, speaks=run.mesh.rank == 0)
         self.health.restore(self.checkpoints.extra_state)
+        self.nonfinite = NonFiniteSource(self.model, run.ranks)
         self.recorder, self.clock = Recorder(run.ranks), StepClock(run.device)
         self.is_async_device = devices.is_asynchronous(run.device)
         self.queued: QueuedStep | None = None  # the last step, until it is logged
@@ -248,6 +254,7 @@ class Trainer:
                 *(self.run, self.engine, self.schedule, self.recorder, batches),
                 before_update=self.checkpoints.before_update,
                 stop_requested=partial(self._is_asked_to_stop, stop),  # a rank that cannot go on must not leave alone
+                after_backward=self.nonfinite.end_step,
             )
             queued = self._count_step(result, lr)
             profiler.after(self.step)
@@ -343,13 +350,21 @@ class Trainer:
         others = {**result.metrics, **{f"valid_loss/{name}": value for name, value in valid_losses.items()}}
         loss = others.pop("loss", 0.0)
         with self.run.ranks.failing_alike():
-            self.health.observe(
-                queued.step, loss=loss, grad_norm=result.grad_norm, skipped=result.skipped, others=others
-            )
+            self._judge(queued.step, loss, result, others)
         if unreadable is not None:
             logger.info("validation data cannot be read: saving step %d", self.step)
             self._save(is_exiting=True)
             raise unreadable
+
+    def _judge(self, step: int, loss: float, result: StepResult, others: dict[str, float]) -> None:
+        """Compares a step with those before it. Raises NumericError where the run is broken. Collective where it is."""
+        self.nonfinite.watch(is_skipped=not math.isfinite(result.grad_norm))
+        try:
+            self.health.observe(step, loss=loss, grad_norm=result.grad_norm, skipped=result.skipped, others=others)
+        except NumericError as error:
+            source = self.nonfinite.describe()
+            remedy = error.remedy if source else error.remedy.capitalize()
+            raise NumericError(f"{error}. {source}{'; or ' if source else ''}{remedy}") from None
 
     def _evaluate(self) -> dict[str, float]:
         """The loss over every validation set, by its name."""
