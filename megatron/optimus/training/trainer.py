@@ -46,6 +46,7 @@ from megatron.optimus.training.metrics import StepMetrics
 from megatron.optimus.training.nonfinite import NonFiniteSource
 from megatron.optimus.training.pipeline_schedule import Schedule, build_schedule
 from megatron.optimus.training.profiling import StepProfiler
+from megatron.optimus.training.stragglers import STEPS, StepSampler
 from megatron.optimus.training.timing import StepClock, StepTime, mfu
 from megatron.optimus.training.trackers import StepRange
 
@@ -186,6 +187,7 @@ class Trainer:
         self.health.restore(self.checkpoints.extra_state)
         self.nonfinite = NonFiniteSource(self.model, run.ranks)
         self.recorder, self.clock = Recorder(run.ranks), StepClock(run.device)
+        self.sampler: StepSampler | None = None  # while steps are compared over the ranks
         self.is_async_device = devices.is_asynchronous(run.device)
         self.queued: QueuedStep | None = None  # the last step, until it is logged
         self.stop_requested = False  # of any rank, in a step that has been logged
@@ -221,6 +223,8 @@ class Trainer:
                 self._log_queued_step(metrics_logger)
                 raise
             finally:
+                if self.sampler is not None:
+                    self.sampler.stop()
                 self._log_warnings()
         heartbeat.beat("the end of the run")
         trained, seconds = (self.first_step + 1, self.step), time.monotonic() - began
@@ -464,9 +468,16 @@ class Trainer:
         return self.step
 
     def _check_devices(self) -> None:
-        if _is_due(self.step - self.first_step, self.config.logging.straggler_check_interval):
+        interval, done = self.config.logging.straggler_check_interval, self.step - self.first_step
+        steps = min(STEPS, interval - 1)
+        if self.sampler is not None and done % interval == steps:
+            self.sampler.report(self.run.ranks, steps)
+            self.sampler = None
+        if _is_due(done, interval):
             with self.clock.pause():
                 check_devices(self.run)
+            if done > 0 and steps > 0:  # the first steps are not usual: kernels are compiled, connections made
+                self.sampler = StepSampler()
 
     def close(self) -> None:
         """Ends the data threads and releases the folder of checkpoints."""
