@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 import subprocess
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from megatron.optimus.data.dataset import InstanceSet, Split, check_contents
 from megatron.optimus.data.indexed import IndexedDatasetWriter
 from megatron.optimus.data.order import samples_at
 from megatron.optimus.platform.environment import free_port
+from megatron.optimus.platform.exit_codes import NUMERIC_ERROR, STORAGE_ERROR
+from tests.helpers import start_program
 from tests.integration.conftest import TINY, Program, command_of, environment
 
 
@@ -175,7 +178,9 @@ def test_full_disk_while_saving_loses_nothing(tmp_path: Path, train: Program, pr
     """The disk takes no more bytes than a file-size limit allows: an error, no debris, the earlier checkpoint good."""
     assert train(tmp_path, "--train-iters", "2").returncode == 0
     before = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
-    fail(pretrain(tmp_path, "--train-iters", "4", max_file_bytes=60_000), "saving step 4", "File too large")
+    full = pretrain(tmp_path, "--train-iters", "4", max_file_bytes=60_000)
+    fail(full, "saving step 4", "File too large")
+    assert full.returncode == STORAGE_ERROR  # the launcher starts it again, where it was not the user's mistake
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == before
     result = train(tmp_path, "--train-iters", "4")
     assert result.returncode == 0 and "step 2," in result.stdout
@@ -184,6 +189,19 @@ def test_full_disk_while_saving_loses_nothing(tmp_path: Path, train: Program, pr
 def test_diverged_run_ends_with_the_reason(tmp_path: Path, train: Program) -> None:
     result = train(tmp_path, "--lr", "1e30", "--min-lr", "1e30", "--lr-warmup-iters", "0")
     fail(result, "gradients were not finite in 5 steps in a row")
+    assert result.returncode == NUMERIC_ERROR
+
+
+def test_values_that_are_not_finite_are_traced_to_their_rank(tmp_path: Path, tokens: Path) -> None:
+    """Rank 1 has a bad layer; experts' all-gathers spread what it makes to rank 0 in the same forward pass."""
+    words = [*TINY, "--expert-model-parallel-size", "2", "--train-iters", "20", "--eval-interval", "0"]
+    words += ["--run-dir", str(tmp_path), "--data-path", str(tokens)]
+    result = start_program("tests.integration.nonfinite_program", words, 2, timeout=200)
+    assert result.returncode == NUMERIC_ERROR, result.stderr[-3000:]
+    [line] = [line for line in result.stderr.splitlines() if line.startswith("error")]
+    assert "gradients were not finite in 5 steps in a row, up to step 8" in line
+    found = f"They came first on rank 1 of node {socket.gethostname()}, in the output of layers.1.attention.o_proj, in "
+    assert f"{found}each of 4 steps looked at: suspect that device before the rate and the data" in line
 
 
 def test_all_checkpoints_corrupted_is_an_error_not_a_fresh_start(tmp_path: Path, train: Program) -> None:

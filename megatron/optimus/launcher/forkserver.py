@@ -29,12 +29,13 @@ import time
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from megatron.optimus.launcher.command import PROGRAM
 from megatron.optimus.platform import environment, parent_death, signals
 from megatron.optimus.platform.process_exit import run_program
 
 logger = logging.getLogger("optimus")
 
-_MODULES = ("megatron.optimus.pretrain", "megatron.optimus.training.trainer", "megatron.optimus.training.evaluate")
+_MODULES = (PROGRAM, "megatron.optimus.training.trainer", "megatron.optimus.training.evaluate")
 _DEVICES = ("/dev/nvidia", "/dev/dri/")  # what a process that has initialised CUDA or Level Zero holds open
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -224,9 +225,8 @@ def _run_rank(request: dict[str, Any], server: int, handlers: dict[int, Any]) ->
         signals.raise_on_sigint()
         environment.replace(request["env"])
         sys.argv[1:] = request["argv"]
-        from megatron.optimus.pretrain import main as pretrain
-
-        run_program(lambda: pretrain(request["argv"]))
+        program = importlib.import_module(PROGRAM)  # as ``python -m`` of a new interpreter
+        run_program(lambda: program.main(request["argv"]))
     finally:
         os._exit(1)
 

@@ -79,8 +79,7 @@ def kind_without_opening() -> str:
 
     CUDA and Level Zero do not survive a fork. The kernel's device files say which accelerator a machine has.
     """
-    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
-    if not is_hidden and os.path.exists("/dev/nvidiactl" if torch.version.cuda else "/dev/kfd"):
+    if not environment.hides_cuda() and os.path.exists("/dev/nvidiactl" if torch.version.cuda else "/dev/kfd"):
         return "cuda" if torch.version.cuda or torch.version.hip else "cpu"
     return "xpu" if hasattr(torch, "xpu") and torch.xpu._is_compiled() and os.path.exists("/dev/dri") else "cpu"
 

@@ -172,6 +172,11 @@ def agent_folder() -> Path | None:
     return Path(named) if named else None
 
 
+def hides_cuda() -> bool:
+    """Returns whether CUDA_VISIBLE_DEVICES hides every device from CUDA."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
+
+
 def replace(variables: Mapping[str, str]) -> None:
     """Makes ``variables`` the environment of this process, for one that was forked before they were known."""
     os.environ.clear()

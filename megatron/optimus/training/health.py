@@ -58,6 +58,8 @@ class TrainingError(RuntimeError):
 class NumericError(TrainingError):
     """Gradients were not finite, or far too large, in several steps in a row."""
 
+    remedy = "resume from the last checkpoint with a lower lr, or look at the data of these steps"
+
 
 class RecentValues:
     """The last finite values of a number that every step has."""
@@ -238,8 +240,7 @@ def _broken(step: int, norms: Iterable[float]) -> str:
     what = f"gradient norms were far above the usual ({max(finite):.3g})" if finite else "gradients were not finite"
     return (
         f"{what} in {len(norms)} steps in a row, up to step {step}; the weights are "
-        f"those before step {step - len(norms) + 1}. Resume from the last checkpoint with a lower lr, or "
-        "look at the data of these steps"
+        f"those before step {step - len(norms) + 1}"
     )
 
 

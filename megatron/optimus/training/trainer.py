@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -44,7 +45,7 @@ from megatron.optimus.training.curvature import estimate_curvature, is_due
 from megatron.optimus.training.data import build_data, check_unchanged, labels_per_micro_batch, num_labels
 from megatron.optimus.training.engine import Engine, build_engine, build_model, step_outcome
 from megatron.optimus.training.evaluate import SetLoss, bytes_of_tokens, evaluate_sets, loss_over
-from megatron.optimus.training.health import Health, TrainingError, check_devices
+from megatron.optimus.training.health import Health, NumericError, TrainingError, check_devices
 from megatron.optimus.training.logging import (
     MetricsLogger,
     closing_lines,
@@ -54,8 +55,10 @@ from megatron.optimus.training.logging import (
 )
 from megatron.optimus.training.lr_schedule import RateSchedule
 from megatron.optimus.training.metrics import StepMetrics
+from megatron.optimus.training.nonfinite import NonFiniteSource
 from megatron.optimus.training.pipeline_schedule import Schedule, build_schedule
 from megatron.optimus.training.profiling import StepProfiler
+from megatron.optimus.training.stragglers import STEPS, StepSampler
 from megatron.optimus.training.timing import StepClock, StepTime, mfu
 from megatron.optimus.training.trackers import StepRange
 
@@ -100,6 +103,7 @@ def train_step(
     batches: Sequence[Batch],
     before_update: Callable[[], None] = lambda: None,
     stop_requested: Callable[[], bool] = lambda: False,
+    after_backward: Callable[[Sequence[Tensor]], None] = lambda losses: None,
 ) -> PendingResult:
     """Queues one optimizer step; nothing here waits for the device. Collective.
 
@@ -115,6 +119,7 @@ def train_step(
         batches: this rank's micro-batches, on the device.
         before_update: called before anything changes that a checkpoint holds.
         stop_requested: whether this rank was asked to end the run; called while the device works.
+        after_backward: called with the losses of this rank's micro-batches when the passes are queued.
 
     Returns:
         The step's result; its ``read`` waits for the device.
@@ -123,6 +128,7 @@ def train_step(
     quantized_once = fp8.constant_weights() if len(batches) > 1 else nullcontext()
     with record_function(FORWARD_BACKWARD), recorder.recording(), quantized_once:
         losses = schedule.forward_backward(batches, labels_per_micro_batch(batches, run.mesh))
+    after_backward(losses)
     before_update()
     heartbeat.beat("optimizer step")
     with record_function(OPTIMIZER_STEP):
@@ -206,7 +212,9 @@ class Trainer:
         self.alerts, is_first = alerts_of(run), run.mesh.rank == 0
         self.health = Health(config.optimizer.grad_norm_spike_sigma, speaks=is_first, alerts=self.alerts)
         self.health.restore(self.checkpoints.extra_state)
+        self.nonfinite = NonFiniteSource(self.model, run.ranks)
         self.recorder, self.clock = Recorder(run.ranks), StepClock(run.device)
+        self.sampler: StepSampler | None = None  # while steps are compared over the ranks
         self.is_async_device = devices.is_asynchronous(run.device)
         self.queued: QueuedStep | None = None  # the last step, until it is logged
         self.stop_requested = False  # of any rank, in a step that has been logged
@@ -242,6 +250,8 @@ class Trainer:
                 self._log_queued_step(metrics_logger)
                 raise
             finally:
+                if self.sampler is not None:
+                    self.sampler.stop()
                 self._log_warnings()
         heartbeat.beat("the end of the run")
         trained, seconds = (self.first_step + 1, self.step), time.monotonic() - began
@@ -281,6 +291,7 @@ class Trainer:
                 *(self.run, self.engine, self.schedule, self.recorder, batches),
                 before_update=self.checkpoints.before_update,
                 stop_requested=partial(self._is_asked_to_stop, stop),  # a rank that cannot go on must not leave alone
+                after_backward=self.nonfinite.end_step,
             )
             queued = self._count_step(result, lr)
             profiler.after(self.step)
@@ -386,13 +397,21 @@ class Trainer:
         others = {**result.metrics, **{f"valid_loss/{name}": value for name, value in valid_losses.items()}}
         loss = others.pop("loss", 0.0)
         with self.run.ranks.failing_alike():
-            self.health.observe(
-                queued.step, loss=loss, grad_norm=result.grad_norm, skipped=result.skipped, others=others
-            )
+            self._judge(queued.step, loss, result, others)
         if unreadable is not None:
             logger.info("validation data cannot be read: saving step %d", self.step)
             self._save(is_exiting=True)
             raise unreadable
+
+    def _judge(self, step: int, loss: float, result: StepResult, others: dict[str, float]) -> None:
+        """Compares a step with those before it. Raises NumericError where the run is broken. Collective where it is."""
+        self.nonfinite.watch(is_skipped=not math.isfinite(result.grad_norm))
+        try:
+            self.health.observe(step, loss=loss, grad_norm=result.grad_norm, skipped=result.skipped, others=others)
+        except NumericError as error:
+            source = self.nonfinite.describe()
+            remedy = error.remedy if source else error.remedy.capitalize()
+            raise NumericError(f"{error}. {source}{'; or ' if source else ''}{remedy}") from None
 
     def _evaluate(self) -> dict[str, SetLoss]:
         """The loss over every validation set, by its name."""
@@ -497,12 +516,19 @@ class Trainer:
         return self.step
 
     def _check_devices(self) -> None:
-        if _is_due(self.step - self.first_step, self.config.logging.straggler_check_interval):
+        interval, done = self.config.logging.straggler_check_interval, self.step - self.first_step
+        steps = min(STEPS, interval - 1)
+        if self.sampler is not None and done % interval == steps:
+            self.sampler.report(self.run.ranks, steps)
+            self.sampler = None
+        if _is_due(done, interval):
             with self.clock.pause():
                 slow = check_devices(self.run)
             if slow:
                 names = ", ".join(f"rank {one.rank} on {one.host}" for one in slow[:8])
                 self.alerts.send(SLOW_RANK, self.step, f"{len(slow)} slow: {names}")
+            if done > 0 and steps > 0:  # the first steps are not usual: kernels are compiled, connections made
+                self.sampler = StepSampler()
 
     def close(self) -> None:
         """Ends the data threads and releases the folder of checkpoints."""

@@ -32,6 +32,7 @@ from megatron.optimus.training.evaluate import SetLoss
 from megatron.optimus.training.health import Health
 from megatron.optimus.training.lr_schedule import RateSchedule
 from megatron.optimus.training.metrics import read_metrics
+from megatron.optimus.training.nonfinite import NonFiniteSource
 from megatron.optimus.training.timing import StepClock
 from megatron.optimus.training.trainer import StepResult, Trainer
 
@@ -146,7 +147,8 @@ class Run:
             RateSchedule(config.optimizer, config.training),
         )
         trainer.last_step, trainer.health = config.training.train_iters, Health()
-        trainer.clock = StepClock(device)
+        trainer.clock, trainer.sampler = StepClock(device), None
+        trainer.nonfinite = NonFiniteSource(nn.Module(), trainer.run.ranks)
         monkeypatch.setattr(training, "train_step", self.train_step)
         monkeypatch.setattr(training, "loss_over", self.validate)
         monkeypatch.setattr(training, "check_devices", self.check_devices)

@@ -1,0 +1,123 @@
+"""Finds the rank and layer in which values that are not finite begin, after a step whose gradients were not finite.
+
+Such values spread: one all-to-all or reduce-scatter and every rank has them. Where they begin is a layer whose input is
+finite and whose output is not, or a gradient that is not finite where that of the layer's output is. So the steps after
+a skipped one run with hooks on all layers without children, which communicate with nobody. Steps before cost nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from megatron.optimus.platform.ranks import Ranks
+
+_MOST_NAMED = 4
+
+
+class _Check(NamedTuple):
+    """A place where values that are not finite may begin."""
+
+    where: str
+    begins: Tensor  # bool, on the device: they begin here
+
+
+class NonFiniteSource:
+    """Looks for the source of values that are not finite, on this rank.
+
+    Args:
+        model: this rank's part of the model.
+        ranks: all ranks.
+    """
+
+    def __init__(self, model: nn.Module, ranks: Ranks) -> None:
+        self._model, self._ranks = model, ranks
+        self._hooks: list[RemovableHandle] = []
+        self._checks: list[_Check] = []
+        self._steps: list[str] = []  # where they began in each step looked at, "" for nowhere on this rank
+
+    def watch(self, *, is_skipped: bool) -> None:
+        """Looks at the steps from the next on, or no more: call when a step's result is known."""
+        if is_skipped and not self._hooks:
+            for name, module in self._model.named_modules():
+                if not any(True for _ in module.children()):
+                    self._hooks.append(module.register_forward_hook(partial(self._after_forward, name)))
+        elif not is_skipped and self._hooks:
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks, self._steps, self._checks = [], [], []
+
+    def end_step(self, losses: Sequence[Tensor]) -> None:
+        """Ends the forward and backward passes of a step. Waits for the device where it is being looked at."""
+        if not self._hooks:
+            return
+        checks = [*self._checks, *(_Check("the loss", ~_is_finite(loss)) for loss in losses)]
+        self._checks = []
+        flags = torch.stack([check.begins for check in checks]).tolist() if checks else []
+        self._steps.append(next((check.where for check, begins in zip(checks, flags, strict=True) if begins), ""))
+
+    def describe(self) -> str:
+        """Returns a sentence about where they began, "" if that is not known. Collective."""
+        own = json.dumps([socket.gethostname(), [step for step in self._steps if step], len(self._steps)])
+        found = [json.loads(part) for part in self._ranks.all_gather_bytes(own.encode())]
+        sources = {rank: (host, steps) for rank, (host, steps, _) in enumerate(found) if steps}
+        # A loss that is not finite may have come from another rank; a layer that makes it so is the source.
+        by_layer = {rank: each for rank, each in sources.items() if any(step != "the loss" for step in each[1])}
+        sources = by_layer or sources
+        if not sources:
+            return ""
+        looked_at = max(number for _, _, number in found)
+        if len(sources) == len(found) > 1:
+            where = Counter(step for _, steps in sources.values() for step in steps).most_common(1)[0][0]
+            return f"They begin on all {len(found)} ranks alike (mostly in {where}), so no single device is bad"
+        always = {rank: each for rank, each in sources.items() if len(each[1]) == looked_at}
+        if len(found) == 1 or len(always) != len(sources):
+            named = "; ".join(f"rank {rank}: {steps[0]}" for rank, (_, steps) in [*sources.items()][:_MOST_NAMED])
+            return f"They begin in changing places ({named})"
+        rank, (host, steps) = next(iter(always.items()))
+        more = f" (and on ranks {', '.join(map(str, [*always][1 : _MOST_NAMED + 1]))})" if len(always) > 1 else ""
+        return (
+            f"They came first on rank {rank} of node {host}{more}, in {steps[0]}, in each of {looked_at} steps looked "
+            "at: suspect that device before the rate and the data, and leave it out"
+        )
+
+    def _after_forward(self, name: str, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        given = [tensor for tensor in inputs if _is_float(tensor)]
+        made = [tensor for tensor in (output if isinstance(output, tuple | list) else [output]) if _is_float(tensor)]
+        if not made:
+            return
+        healthy = torch.stack([_is_finite(tensor) for tensor in given]).all() if given else _true(made[0])
+        ends_well = torch.stack([_is_finite(tensor) for tensor in made]).all()
+        weights = [weight for weight in module.parameters(recurse=False) if weight.is_floating_point()]
+        bad_weights = torch.stack([~_is_finite(weight) for weight in weights]).any() if weights else ~_true(made[0])
+        self._checks.append(_Check(f"the weights of {name}", bad_weights))
+        self._checks.append(_Check(f"the output of {name}", healthy & ~ends_well))
+        if made[0].requires_grad:
+            seen: list[Tensor] = []
+            made[0].register_hook(lambda gradient: None if gradient is None else seen.append(_is_finite(gradient)))
+            after = partial(self._after_gradient, name, seen)
+            self._hooks += [weight.register_hook(after) for weight in weights if weight.requires_grad]
+
+    def _after_gradient(self, name: str, seen: list[Tensor], gradient: Tensor | None) -> None:
+        if seen and self._hooks and gradient is not None:  # None: a kernel has added it to main_grad by itself
+            self._checks.append(_Check(f"the gradient of {name}", seen[0] & ~_is_finite(gradient)))
+
+
+def _is_float(value: object) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _is_finite(tensor: Tensor) -> Tensor:
+    return torch.isfinite(tensor.detach()).all()
+
+
+def _true(like: Tensor) -> Tensor:
+    return torch.ones((), dtype=torch.bool, device=like.device)
