@@ -85,14 +85,14 @@ class KVCache:
 def core_attentions(model: Decoder, cores: Sequence[CoreAttention]) -> Iterator[None]:
     """Makes the layers attend by these functions, one a layer, in place of that of training."""
     attentions = [block.attention for block in model.layers]
-    before = [attention.core_attention for attention in attentions]  # type: ignore[union-attr]
+    before: list[CoreAttention] = [attention.core_attention for attention in attentions]  # type: ignore[misc,union-attr]
     for attention, core in zip(attentions, cores, strict=True):
         attention.core_attention = core  # type: ignore[union-attr]
     try:
         yield
     finally:
         for attention, core in zip(attentions, before, strict=True):
-            attention.core_attention = core  # type: ignore[union-attr,assignment]
+            attention.core_attention = core  # type: ignore[union-attr]
 
 
 def hidden_states(model: Decoder, tokens_BS: Tensor, rope: RopeTable) -> Tensor:
