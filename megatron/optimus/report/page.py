@@ -24,7 +24,7 @@ from megatron.optimus.version import __version__
 
 FILE_NAME = "report.html"
 _MOST_SAMPLES, _LONGEST_SAMPLE = 400, 4000
-_LARGEST_AT_THE_END = 80 << 20  # bytes of metrics.jsonl: about 100,000 steps and a second
+_LARGEST_AT_THE_END = 64 << 20  # bytes of metrics.jsonl: about 100,000 steps, and one to two seconds
 
 
 def write_report(folders: Sequence[Path], out: Path) -> list[str]:
