@@ -9,7 +9,9 @@ Shapes: B sequences, S positions, T = B * S tokens, N documents, H query heads, 
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -20,6 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.optimus.platform.device import pins_memory
+
+logger = logging.getLogger("optimus")
 
 
 @dataclass(frozen=True)
@@ -72,9 +76,19 @@ def document_attention(q_BHSd: Tensor, k_BGSd: Tensor, v_BGSd: Tensor, documents
         raise ValueError(f"documents end at token {documents.cu_seqlens_host[-1]}, the batch has {rows} x {length}")
     # The kernel takes heads of such widths alone; scaled_dot_product_attention pads others.
     fits = q_BHSd.shape[-1] % 8 == 0 and q_BHSd.shape[-1] <= 256
-    if q_BHSd.is_cuda and fits and q_BHSd.dtype in (torch.float16, torch.bfloat16):
+    if q_BHSd.is_cuda and fits and q_BHSd.dtype in (torch.float16, torch.bfloat16) and _has_varlen():
         return _fused(q_BHSd, k_BGSd, v_BGSd, documents)
     return _one_by_one(q_BHSd, k_BGSd, v_BGSd, documents)
+
+
+@cache
+def _has_varlen() -> bool:
+    """Whether this torch has the kernel, as from 2.10 on; one warning where it has not."""
+    found = importlib.util.find_spec("torch.nn.attention.varlen") is not None
+    if not found:
+        logger.warning("torch %s has no attention of varying lengths: one call a document; use torch 2.10 or newer",
+                       torch.__version__)  # fmt: skip
+    return found
 
 
 @cache

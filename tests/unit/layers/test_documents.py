@@ -68,6 +68,7 @@ def stand_in(
     return torch.cat(pieces)
 
 
+@pytest.mark.skipif(not module._has_varlen(), reason="this torch has no such kernel")
 @pytest.mark.parametrize("with_groups", [True, False])  # torch 2.10's kernel takes as many key as query heads
 @pytest.mark.parametrize("num_groups", [4, 2])
 def test_layout_of_the_fused_call(num_groups: int, with_groups: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,6 +113,7 @@ def test_the_fused_kernel_gets_what_it_takes(
     """It refuses heads whose width is no multiple of 8 or beyond 256. Tensors of a pretended device."""
     monkeypatch.setattr(module, "_fused", lambda *args: True)
     monkeypatch.setattr(module, "_one_by_one", lambda *args: False)
+    monkeypatch.setattr(module, "_has_varlen", lambda: True)
     with FakeTensorMode():
         q = torch.empty(1, 2, 8, width, dtype=dtype, device="cuda")
     assert document_attention(q, q, q, Documents.from_starts([[3]], 8)) is is_fused
