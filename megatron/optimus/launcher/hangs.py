@@ -1,12 +1,13 @@
 """Finds ranks that hang, from the heartbeats of all ranks of this machine, and says which one and where.
 
-A phase of a step may last five times the longest that its rank has seen, and 20 seconds at least; six times that where
-the rank computes meanwhile, as a compiler does. A phase that has not been seen a few times, such as a first step or a
-first evaluation, has the collectives' time-out. Start-up has no limit: its collectives have. A process that a signal
-has stopped counts as hanging after ten seconds, in any phase.
+A phase of a step may last five times the longest that its rank has seen, and 20 seconds at least, or two minutes where
+it reads or writes files; six times that where the rank computes meanwhile, as a compiler does. A phase that has not
+been seen a few times, such as a first step, and saves and evaluations have the collectives' time-out. Start-up has no
+limit: its collectives have. A process that a signal has stopped counts as hanging after ten seconds, in any phase.
 
 All ranks wait for the one that hangs, so all are late together. That one is stopped, or its stack is outside of any
-collective while the others are in one, or it is behind in phases.
+collective while the others are in one, or it is behind in phases. Where one is behind, its own limit counts: the others
+may wait for it as long as it may take.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from megatron.optimus.platform.heartbeat import Beat
 logger = logging.getLogger("optimus")
 
 FACTOR, LEAST_SECONDS, BUSY_FACTOR = 5.0, 20.0, 6.0
+FILE_PHASES, FILE_SECONDS = ("reading the batches", "reading ahead", "logging"), 120.0  # a file system may be slow
+LONG_PHASES = ("saving a checkpoint", "evaluation", "the end of the run")  # which may last long, each time anew
 FEWEST_SEEN = 3  # times that a phase has to be seen before its time is known
 STOPPED_SECONDS = 10.0
 _POLL_SECONDS = 0.5
@@ -82,6 +85,9 @@ class HangWatch:
         late = [
             rank for rank, beat in enumerate(beats) if beat is not None and self._is_late(rank, beat, pids[rank], now)
         ]
+        fewest = min((beat.count for beat in beats if beat), default=0)
+        if any(beat and beat.count == fewest and rank not in late for rank, beat in enumerate(beats)):
+            late = []  # the others wait for a rank that has time left
         return self._describe(stopped, late, beats, pids, now) if stopped or late else ""
 
     def limit(self, beat: Beat) -> float:
@@ -90,7 +96,9 @@ class HangWatch:
             return float("inf")
         if self._fixed_seconds is not None:
             return self._fixed_seconds
-        return max(LEAST_SECONDS, FACTOR * beat.longest) if beat.seen >= FEWEST_SEEN else self._unseen_seconds
+        if beat.seen < FEWEST_SEEN or beat.phase in LONG_PHASES:
+            return self._unseen_seconds
+        return max(FILE_SECONDS if beat.phase in FILE_PHASES else LEAST_SECONDS, FACTOR * beat.longest)
 
     def _is_late(self, rank: int, beat: Beat, pid: int, now: float) -> bool:
         seen = self._seen.setdefault(rank, _Seen())

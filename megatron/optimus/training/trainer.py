@@ -133,13 +133,14 @@ def train_step(
     heartbeat.beat("optimizer step")
     with record_function(OPTIMIZER_STEP):
         engine.step()
-    heartbeat.beat("sums over all ranks")
 
     # One all-reduce for the metrics of all layers and micro-batches, the load of every expert, and requests to stop.
     for loss_sum, batch in zip(losses, batches, strict=False):  # none where another pipeline stage has the loss
         recorder.add("loss", loss_sum, "mean", num_labels(batch))
     load_LE = _expert_load(run, schedule)
-    totals = recorder.reduce([float(stop_requested())], load_LE)
+    stop = float(stop_requested())
+    heartbeat.beat("sums over all ranks")
+    totals = recorder.reduce([stop], load_LE)
     outcome = step_outcome(engine)
     if load_LE is not None:
         global_load_LE = totals.tensor.long().view_as(load_LE)
@@ -312,7 +313,6 @@ class Trainer:
             is_exiting = is_exiting or self.stop_requested
             if self.stop_requested:
                 self._log_stop(stop)
-            heartbeat.beat("saving")
             self._save(is_exiting=is_exiting)
             if is_exiting:
                 break
@@ -343,6 +343,7 @@ class Trainer:
 
     def _is_asked_to_stop(self, stop: StopRequest) -> bool:
         """Whether this rank got a signal, or cannot read the batches to come. Waits for those that are read ahead."""
+        heartbeat.beat("reading ahead")
         with self.clock.data():
             failure = self.data.train.failure()
         return failure is not None or stop.signal is not None
@@ -434,6 +435,7 @@ class Trainer:
             state |= self.health.to_json() | {LINES_FIELD: self.data.fingerprints, WARNINGS_FIELD: marks}
             if not marks:
                 del state[WARNINGS_FIELD]
+            heartbeat.beat("saving a checkpoint")
         with self.clock.pause() if is_due else nullcontext():
             self.checkpoints.after_step(self.step, self.consumed_samples, is_exiting=is_exiting)
 

@@ -32,6 +32,8 @@ for step in range(20):
     heartbeat.beat("optimizer step")
     time.sleep(0.02)
 heartbeat.beat("reading the batches", 20)
+if sys.argv[2] == "wait":
+    heartbeat.beat("optimizer step")
 globals()[sys.argv[2]]()
 """
 
@@ -70,6 +72,7 @@ class Ranks:
 @pytest.fixture
 def short_limits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(hangs, "LEAST_SECONDS", 1.0)
+    monkeypatch.setattr(hangs, "FILE_SECONDS", 1.0)
     monkeypatch.setattr(hangs, "STOPPED_SECONDS", 0.5)
     monkeypatch.setattr(hangs, "_POLL_SECONDS", 0.1)
     yield
@@ -84,7 +87,7 @@ def test_the_rank_that_does_not_wait_for_others_is_named(tmp_path: Path, short_l
     assert text.startswith(
         f"rank 1 (process {ranks.pids[1]}): without progress for 1 s in step 20, reading the batches"
     )
-    assert "; at look_for_the_batch (rank.py:5) < <module> (rank.py:15)" in text
+    assert "; at look_for_the_batch (rank.py:5) < <module> (rank.py:17)" in text
     assert "the other ranks wait in wait; stacks of all ranks: " in text
     folder = Path(text.rpartition(": ")[2])
     assert sorted(path.name for path in folder.iterdir()) == ["rank-0.txt", "rank-1.txt", "rank-2.txt"]
@@ -129,17 +132,31 @@ def test_a_rank_that_computes_has_longer_and_a_suspended_launcher_blames_nobody(
         ranks.close()
 
 
+def test_others_may_wait_for_a_slow_file_system(
+    tmp_path: Path, short_limits: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hangs, "FILE_SECONDS", 4.0)
+    ranks = Ranks(tmp_path, "look_for_the_batch", "wait")
+    try:
+        text = ranks.found(HangWatch(tmp_path, tmp_path / "stacks", 600.0))
+    finally:
+        ranks.close()
+    assert text.startswith("rank 0 (") and "without progress for 4 s" in text
+
+
 def test_limits_are_learned() -> None:
     watch, fixed = HangWatch(Path(), Path(), 600.0), HangWatch(Path(), Path(), 600.0, 7.0)
 
-    def beat(step: int, seen: int, longest: float) -> Beat:
-        return Beat(1, step, 0.0, seen, longest, "optimizer step")
+    def beat(step: int, seen: int, longest: float, phase: str = "optimizer step") -> Beat:
+        return Beat(1, step, 0.0, seen, longest, phase)
 
     assert watch.limit(beat(-1, 0, 0.0)) == float("inf")  # start-up counts in no limit
     assert fixed.limit(beat(-1, 0, 0.0)) == float("inf")
     assert watch.limit(beat(0, 1, 100.0)) == 600.0  # compiles, connects
     assert watch.limit(beat(9, 5, 0.1)) == 20.0
     assert watch.limit(beat(9, 5, 30.0)) == 150.0
+    assert watch.limit(beat(9, 5, 0.1, "reading ahead")) == 120.0
+    assert watch.limit(beat(9, 5, 0.1, "saving a checkpoint")) == 600.0  # it may be a hundred times as slow today
     assert fixed.limit(beat(9, 5, 30.0)) == 7.0
 
 
