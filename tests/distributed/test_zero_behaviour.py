@@ -147,7 +147,7 @@ def _bad_parameters(rank: int) -> dict[str, str]:
 
 def _bad_configurations(rank: int) -> dict[str, str]:
     errors = {}
-    broken = {"optimizer": {"type": "Lamb" if rank == 3 else "SGD", "params": {"lr": 0.1}}}
+    broken = {"optimizer": {"type": "OneBitLamb" if rank == 3 else "SGD", "params": {"lr": 0.1}}}
     errors["on 1 rank(s), first rank 3"] = _error_of(model=nn.Linear(3, 3), config={**CONFIG, **broken})
     fp16 = {"fp16": {"enabled": True, "hysteresis": 0 if rank == 2 else 2}}
     errors["hysteresis=0"] = _error_of(model=nn.Linear(3, 3), config={**CONFIG, **SGD, **fp16})

@@ -38,6 +38,9 @@ class FakeOptimizer:
     def state_shards(self):
         return self.shards
 
+    def tensor_states(self, *, all_copies):
+        return []
+
     def matrix_states(self):
         return []
 
