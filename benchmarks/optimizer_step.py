@@ -222,9 +222,13 @@ PERIOD = 10  # steps from one renewal to the next, of ours and of the references
 
 def references() -> dict[str, tuple[dict[str, Any], Callable[[list[Any]], torch.optim.Optimizer] | None]]:
     """Of each optimizer its options and its reference; Dion has none that is installed."""
-    import galore_torch
     import pytorch_optimizer as other
 
+    try:
+        import galore_torch
+    except ImportError as error:  # it needs bitsandbytes
+        print(f"GaLore has no reference here: {error}", flush=True)
+        galore_torch = None
     galore = {"rank": 128, "update_proj_gap": PERIOD, "scale": 0.25}
 
     def shampoo(params: list[Any]) -> torch.optim.Optimizer:
@@ -239,7 +243,9 @@ def references() -> dict[str, tuple[dict[str, Any], Callable[[list[Any]], torch.
         "Shampoo": ({"precondition_frequency": PERIOD}, shampoo),
         "GaLore": (
             galore,
-            lambda params: galore_torch.GaLoreAdamW(
+            None
+            if galore_torch is None
+            else lambda params: galore_torch.GaLoreAdamW(
                 [{"params": params, "proj_type": "std", **galore}], no_deprecation_warning=True
             ),
         ),
