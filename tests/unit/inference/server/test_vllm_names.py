@@ -1,7 +1,7 @@
 """Exports have the fields of config.json and the names of weights that vLLM and SGLang read, for every architecture.
 
-Read in their model files: olmoe of both; of vLLM also granitemoeshared and granitemoe, and in part mixtral and qwen2_moe,
-some of them in older versions. The other rows are what transformers' architectures of the same name have, which both
+Read in their model files: olmoe of both; of vLLM also granitemoeshared and granitemoe, and in part mixtral and
+qwen2_moe, some of them in older versions. The other rows are what the architectures of transformers have, which both
 say they load; their files were not read. Neither server runs here.
 """
 
