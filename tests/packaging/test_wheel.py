@@ -63,6 +63,7 @@ def test_presets_and_machines(wheel: zipfile.ZipFile) -> None:
         found = {path.relative_to(ROOT).as_posix() for path in (ROOT / "megatron/optimus" / folder).glob("*.yaml")}
         assert found and found <= set(wheel.namelist())
     assert {f"megatron/optimus/report/page.{kind}" for kind in ("html", "css", "js")} <= set(wheel.namelist())
+    assert "megatron/optimus/inference/server/page.html" in wheel.namelist()
 
 
 def test_name_and_requirements(wheel: zipfile.ZipFile) -> None:

@@ -183,6 +183,7 @@ def _serve(args: argparse.Namespace, loaded: TextModel, engine: Engine, length: 
     limits = ServerLimits(length, args.max_body_bytes, args.max_queue)
     app = build_app(Service(loaded, scheduler, metrics, chat, name, limits))
     server = Server(app, scheduler, args.drain_seconds)
+    engine.warm_up()
     sys.setswitchinterval(_SWITCH_SECONDS)
     scheduler.start()
     host, port, *_ = listening.getsockname()

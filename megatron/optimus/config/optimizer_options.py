@@ -24,11 +24,22 @@ _READ_BY: Mapping[str, tuple[OptimizerName, ...]] = {
 }
 
 
+def _owners(option: str) -> tuple[OptimizerName, ...] | None:
+    """The optimizers that read an option; None: all."""
+    return next((names for prefix, names in _READ_BY.items() if option.startswith(prefix)), None)
+
+
+def is_of_another(option: str, chosen: OptimizerName) -> bool:
+    """Whether an option is one that the chosen optimizer does not read."""
+    owners = _owners(option)
+    return owners is not None and chosen not in owners
+
+
 def check_optimizer_options(config: OptimizerConfig) -> None:
     """Raises ConfigError for options of another optimizer, and for what the chosen one cannot do or lacks."""
     chosen = config.optimizer
     for field in fields(config):
-        owners = next((names for prefix, names in _READ_BY.items() if field.name.startswith(prefix)), None)
+        owners = _owners(field.name)
         value = getattr(config, field.name)
         if owners is not None and chosen not in owners:
             words = " or ".join(name.value for name in owners)

@@ -11,6 +11,8 @@ from typing import Any
 
 import yaml
 
+from megatron.optimus.config.choices import OptimizerName
+from megatron.optimus.config.optimizer_options import is_of_another
 from megatron.optimus.config.options import build, read_sections
 from megatron.optimus.config.schema import ConfigError, RunConfig
 
@@ -33,8 +35,17 @@ def to_dict(config: RunConfig) -> dict[str, dict[str, Any]]:
 
 
 def from_dict(data: Mapping[str, Any], source: str = "configuration") -> RunConfig:
-    """Inverts ``to_dict``; missing options have their defaults. Raises ConfigError, with ``source`` in front."""
-    return build(read_sections(data, source))
+    """Inverts ``to_dict``; missing options have their defaults. Raises ConfigError, with ``source`` in front.
+
+    Options of another optimizer, which the run did not read and earlier versions let stand, are left out.
+    """
+    values = read_sections(data, source)
+    chosen = values.get("optimizer", OptimizerName.ADAM)
+    values = {name: value for name, value in values.items() if not is_of_another(name, chosen)}
+    try:
+        return build(values)
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from None
 
 
 def to_yaml(config: RunConfig) -> str:

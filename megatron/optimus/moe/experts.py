@@ -5,6 +5,8 @@ Shapes: E experts on this rank, D model width, F inner width, R rows, K experts 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -27,7 +29,7 @@ class Experts(nn.Module):
         experts, width, inner = config.num_experts, config.hidden_size, config.moe_ffn_hidden_size
         self.gate_up_weight = nn.Parameter(torch.empty(experts, 2 * inner, width))  # rows 0..F-1 gate, F..2F-1 up
         self.down_weight = nn.Parameter(torch.empty(experts, width, inner))
-        self.moe_mlp = ops.moe_mlp  # a model converter puts another precision here
+        self.moe_mlp: Callable[..., Tensor] | None = None  # a model converter's, in another precision than ops.moe_mlp
 
     def forward(
         self, x_RD: Tensor, weights_RK: Tensor, indices_RK: Tensor, on_input_gradients: ops.InputGradients | None = None
@@ -46,7 +48,8 @@ class Experts(nn.Module):
         gate_up, down = self.gate_up_weight, self.down_weight
         adds = on_input_gradients is not None or ops.prefers_main_grads(x_RD)
         main_grads = (ops.main_grad_of(gate_up), ops.main_grad_of(down)) if adds else (None, None)
-        return self.moe_mlp(x_RD, gate_up, down, weights_RK, indices_RK, main_grads, on_input_gradients)
+        moe_mlp = self.moe_mlp or ops.moe_mlp
+        return moe_mlp(x_RD, gate_up, down, weights_RK, indices_RK, main_grads, on_input_gradients)
 
 
 class SharedExperts(nn.Module):

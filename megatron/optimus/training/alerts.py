@@ -131,7 +131,8 @@ class Alerts:
             given.write(alert.to_json().encode() + b"\n")
             given.seek(0)
             outputs = {"stdout": subprocess.DEVNULL, "stderr": said}
-            process = subprocess.Popen(command, shell=True, stdin=given, start_new_session=True, **outputs)  # type: ignore[call-overload]
+            words = ["/bin/sh", "-c", command]  # the user's own line, from the options of this run
+            process = subprocess.Popen(words, stdin=given, start_new_session=True, **outputs)  # type: ignore[call-overload]
             try:
                 code = process.wait(_COMMAND_SECONDS)
             except subprocess.TimeoutExpired:

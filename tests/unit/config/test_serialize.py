@@ -102,3 +102,12 @@ def test_what_only_looks_changed_is_not_named() -> None:
     assert changed_options(imported, after) == []
     imported["model"]["num_query_groups"] = 2
     assert changed_options(imported, after) == ["model.num_query_groups 2 -> None"]
+
+
+def test_a_run_of_an_earlier_version_may_hold_options_of_another_optimizer() -> None:
+    stored = to_dict(load(["--hidden-size", "64", "--num-attention-heads", "4"]).config)
+    stored["optimizer"]["lion_beta2"] = 0.5
+    assert from_dict(stored).optimizer.lion_beta2 != 0.5
+    stored["optimizer"]["adam_beta2"] = 7.0
+    with pytest.raises(ConfigError, match=r"^old\.json: adam_beta2=7\.0 is out of range"):
+        from_dict(stored, "old.json")

@@ -90,6 +90,12 @@ class Engine:
                     logits_CV = self.loaded.logits(x_CD[None])[0].float()
                 yield logits_CV
 
+    def warm_up(self) -> None:
+        """Takes the cache's memory and prepares the kernels, so that no request waits for them or finds none left."""
+        logits, _ = self.compute([Chunk([self.loaded.tokenizer.eod_id], 0, [0])], [range(1)])
+        for _ in logits:
+            pass
+
     def idle(self) -> None:
         """Tells the other ranks that there is nothing to do, and that rank 0 is there."""
         self._announce([], [])

@@ -25,6 +25,7 @@ from megatron.optimus.inference.generate import Completion, Limits, generate
 from megatron.optimus.inference.sampling import Sampling
 from megatron.optimus.inference.score import score
 from megatron.optimus.inference.server.app import ServerLimits
+from megatron.optimus.inference.server.lifetime import bind
 from tests.unit.inference.server.served import NAME, POSITIONS, Served, serving, small_model
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -305,6 +306,11 @@ def test_a_full_queue_is_an_answer_and_a_signal_lets_requests_finish(served: Ser
             time.sleep(0.02)
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{small.url}/health")
+
+
+def test_answers_do_not_wait_for_the_next_packet() -> None:
+    with bind("127.0.0.1", 0) as listening:
+        assert listening.proto == socket.IPPROTO_TCP  # asyncio sets TCP_NODELAY on connections of such sockets alone
 
 
 def test_a_failure_is_an_answer_and_the_server_stays(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
