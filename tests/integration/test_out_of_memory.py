@@ -28,7 +28,7 @@ def errors(printed: str) -> list[str]:
 def test_each_part_ends_in_one_line(tmp_path: Path, tokens: Path, part: str) -> None:
     words = [*TINY, "--run-dir", str(tmp_path), "--data-path", str(tokens)]
     done = start_program(PROGRAM, [part, *words], 1, timeout=240)
-    assert done.returncode == 2, done.stderr[-3000:]
+    assert done.returncode == (3 if part == "save" else 2), done.stderr[-3000:]  # 3: a failed save is tried again
     [line] = errors(done.stderr)
     assert "Traceback" not in done.stderr and PARTS[part][1] in line
     assert re.search(r"asked for 2\.00 GiB of host memory, \d+\.\d\d GiB are free and this process holds \d", line)
