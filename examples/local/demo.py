@@ -160,6 +160,9 @@ def report(run_dir: Path, preset: str, vocab_size: int, texts: list[str], second
         ("token files", "data/"),
     ):
         print(f"  {what:<24}{run_dir / name}")
+    print(
+        f"\nserve it: {sys.executable} -m megatron.optimus serve {run_dir}    (OpenAI's API and a page to type prompts)"
+    )
     summary = {"valid_loss": valid, "uniform_loss": uniform, "steps": metrics[-1]["step"], "seconds": round(seconds)}
     (run_dir / "summary.json").write_text(json.dumps({**summary, "generated": texts}, indent=1) + "\n")
     return uniform - valid >= 3.0
