@@ -9,6 +9,9 @@ import contextlib
 import importlib
 import logging
 
+import deepspeed_ext.lean_import  # noqa: F401
+
+# isort: split
 import deepspeed
 from deepspeed.compile.util import is_deepcompile_supported
 

@@ -64,6 +64,15 @@ def test_help_imports_neither_torch_nor_numpy() -> None:
     assert done.stdout.endswith("set()\n")
 
 
+def test_a_start_imports_nothing_slow_that_it_does_not_use() -> None:
+    """DeepSpeed's autotuner imports MLflow where it is installed; a program that wants MLflow gets it afterwards."""
+    pytest.importorskip("mlflow")
+    slow = "{'mlflow', 'pandas', 'scipy', 'transformers', 'lm_eval', 'fastapi', 'matplotlib', 'pytorch_optimizer'}"
+    code = f"import sys; import megatron.optimus.training.trainer; print({slow} & set(sys.modules)); import mlflow"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("set()\n")
+
+
 @pytest.mark.parametrize("path", FACES, ids=lambda path: path.stem)
 def test_a_tool_is_a_face_of_one_command(path: Path) -> None:
     [name] = FACES[path]
