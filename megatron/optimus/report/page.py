@@ -91,7 +91,7 @@ def describe(run: Run, name: str) -> dict[str, Any]:
     """Everything that the page shows of a run, as JSON types."""
     return {
         "name": name,
-        "folder": str(run.folder.absolute()),
+        "folder": str(run.folder),  # as it was named: the page may leave this machine
         "notes": run.notes,
         "facts": facts(run),
         "curves": curves.curves(run.metrics),
