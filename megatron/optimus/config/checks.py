@@ -294,9 +294,13 @@ def overlap_needs_split_tokens(config: RunConfig, world_size: int) -> str | None
 
 
 def float8_keeps_projections_whole(config: RunConfig, world_size: int) -> str | None:
-    """Products in float8 need projections that tensor parallelism has not split."""
+    """Products in float8 need projections that neither tensor parallelism nor zero_stage=3 has split."""
     tp, fp8 = config.parallel.tensor_model_parallel_size, config.training.fp8
-    if fp8 is Float8.NONE or tp == 1:
+    if fp8 is Float8.NONE:
+        return None
+    if config.optimizer.zero_stage == 3:  # it gathers a layer's weights when the layer itself is called
+        return f"fp8={fp8.value} with zero_stage=3: a rank lacks weights; use zero_stage=1 or 2, or fp8=none"
+    if tp == 1:
         return None
     return (
         f"fp8={fp8.value} with tensor_model_parallel_size={tp}: projections are not split in float8; use 1, or fp8=none"

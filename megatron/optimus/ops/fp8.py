@@ -1,9 +1,9 @@
 """Linear layers and the SwiGLU MLP with float8 products: forward in e4m3, gradients in e5m2 ("hybrid").
 
 Each matrix that a product reads gets one scale when it is made, its largest magnitude divided by the format's largest
-number: nothing of earlier steps enters, so a resumed run equals an unbroken one. float8 products of Hopper GPUs need
-both operands contiguous along the summed dimension, so a matrix is quantized together with its transpose. Weights are
-quantized once a step (``constant_weights``). Sums are in fp32, results in 16 bits.
+number: nothing of earlier steps enters, so nothing has to be saved. float8 products of Hopper GPUs need both operands
+contiguous along the summed dimension, so a matrix is quantized together with its transpose. Weights are quantized once
+a step (``constant_weights``). Sums are in fp32, results in 16 bits.
 
 On the CPU the same numbers are multiplied in fp32, which is what the tests compare with and nobody trains with.
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from megatron.optimus.ops import reference
 from megatron.optimus.ops.autograd_guards import refuse_tangents
 from megatron.optimus.ops.fp8 import ALIGNMENT, FORWARD, GRADIENT, quantize
-from megatron.optimus.ops.fused_moe import InputGradients, _check_arguments, _MoeMlp
-from megatron.optimus.ops.fused_moe import moe_mlp as ops_moe_mlp
+from megatron.optimus.ops.fused_moe import InputGradients, MoeMlpFunction, check_arguments
+from megatron.optimus.ops.fused_moe import moe_mlp as exact_moe_mlp
 from megatron.optimus.ops.main_grads import MainGrad
 
 
@@ -44,17 +44,17 @@ def moe_mlp(
         RuntimeError: forward-mode AD.
     """
     arguments = (x_TD, gate_up_E2FD, down_EDF, weights_TK, indices_TK)
-    _check_arguments(*arguments)
+    check_arguments(*arguments)
     refuse_tangents("fp8.moe_mlp", *arguments)
     width, inner = down_EDF.shape[1:]
     if width % ALIGNMENT or inner % ALIGNMENT:
         raise ValueError(f"fp8: experts of widths {width} and {inner}; both must be multiples of {ALIGNMENT}")
     if x_TD.shape[0] == 0:
-        return ops_moe_mlp(*arguments, main_grads, on_input_gradients)  # no row to take a scale from
+        return exact_moe_mlp(*arguments, main_grads, on_input_gradients)  # no row to take a scale from
     kernels: Any = sys.modules[__name__]
     if x_TD.is_cuda:
         from megatron.optimus.ops.triton import fp8_experts as kernels
-    y: Tensor = _MoeMlp.apply(*arguments, kernels, main_grads, on_input_gradients)
+    y: Tensor = MoeMlpFunction.apply(*arguments, kernels, main_grads, on_input_gradients)
     return y
 
 

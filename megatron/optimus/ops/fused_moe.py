@@ -2,7 +2,7 @@
 
 Autograd comes in two forms. A backend registers its kernels as an operation of torch (``register_moe_mlp``): that form
 compiles and gives every gradient as usual. Main gradients and early input gradients need Python in the backward: the
-autograd function ``_MoeMlp`` here, which the compiler does not see.
+autograd function ``MoeMlpFunction`` here, which the compiler does not see.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def moe_mlp(
         RuntimeError: forward-mode AD, which the reference alone has.
     """
     arguments = (x_TD, gate_up_E2FD, down_EDF, weights_TK, indices_TK)
-    _check_arguments(*arguments)
+    check_arguments(*arguments)
     for weight, main_grad in zip((gate_up_E2FD, down_EDF), main_grads, strict=True):
         if main_grad is not None:
             check_main_grad("moe_mlp", main_grad.buffer, weight)
@@ -84,7 +84,7 @@ def moe_mlp(
     if needs_python or backend != Backend.REFERENCE:
         refuse_tangents("moe_mlp", *arguments)
     if needs_python:
-        y: Tensor = _MoeMlp.apply(*arguments, run, main_grads, on_input_gradients)
+        y: Tensor = MoeMlpFunction.apply(*arguments, run, main_grads, on_input_gradients)
         return y
     return run.moe_mlp_forward(*arguments)[0]
 
@@ -191,7 +191,7 @@ def register_backward_into(operation: str) -> None:
         return x.new_empty(x.shape), weights.new_empty(weights.shape)
 
 
-class _MoeMlp(torch.autograd.Function):
+class MoeMlpFunction(torch.autograd.Function):
     """``moe_mlp`` whose backward adds to main gradients and calls ``on_input_gradients`` before its last product."""
 
     @staticmethod
@@ -256,7 +256,7 @@ def _is_used(ctx: Any, position: int) -> bool:
         return False
 
 
-def _check_arguments(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, indices: Tensor) -> None:
+def check_arguments(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, indices: Tensor) -> None:
     if x.dim() != 2 or gate_up.dim() != 3 or down.dim() != 3:
         raise ValueError(
             f"moe_mlp: x {tuple(x.shape)}, gate_up {tuple(gate_up.shape)}, down {tuple(down.shape)}: "

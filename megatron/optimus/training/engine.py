@@ -72,7 +72,7 @@ _OPTIMIZERS: dict[OptimizerName, _Optimizer] = {
     ),
     OptimizerName.MUON: _Optimizer(deepspeed_ext.Muon, _muon_options),
     OptimizerName.NORMUON: _Optimizer(
-        deepspeed_ext.optimizers.own_optimizer("normuon"), lambda c: _muon_options(c) | {"beta2": c.normuon_beta2}
+        own_optimizer("normuon"), lambda c: _muon_options(c) | {"beta2": c.normuon_beta2}
     ),
     OptimizerName.CAUTIOUS_ADAMW: _Optimizer(
         own_optimizer("cautious-adamw"), lambda c: {"betas": (c.adam_beta1, c.adam_beta2), "eps": c.adam_eps}

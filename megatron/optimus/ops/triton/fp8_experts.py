@@ -19,7 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from megatron.optimus.ops.fp8 import FORWARD, GRADIENT, kept
 from megatron.optimus.ops.main_grads import kernel_output, store_gradient
 from megatron.optimus.ops.triton.fp8 import inverse_scale, largest_, quantize_, store_transposed, swiglu_gradient
-from megatron.optimus.ops.triton.grouped_gemm import _put_part
+from megatron.optimus.ops.triton.grouped_gemm import put_part
 from megatron.optimus.ops.triton.permute import spread_rows, spread_rows_and_weights, sum_rows
 from megatron.optimus.ops.triton.row_order import RowOrder, order_rows
 from megatron.optimus.ops.triton.tiles import ROW_TILE, hardware
@@ -78,10 +78,10 @@ def _weight_gradient(
             left, right = total.reshape(BM, 2, BN // 2).permute(0, 2, 1).split()
             part0, part1 = left.reshape(BM, 2, BN // 4).permute(0, 2, 1).split()
             part2, part3 = right.reshape(BM, 2, BN // 4).permute(0, 2, 1).split()
-            _put_part(c_desc, expert, row, col, part0, BM, BN // 4, ADD, ADD)
-            _put_part(c_desc, expert, row, col + BN // 4, part1, BM, BN // 4, ADD, ADD)
-            _put_part(c_desc, expert, row, col + BN // 2, part2, BM, BN // 4, ADD, ADD)
-            _put_part(c_desc, expert, row, col + BN // 4 * 3, part3, BM, BN // 4, ADD, ADD)
+            put_part(c_desc, expert, row, col, part0, BM, BN // 4, ADD, ADD)
+            put_part(c_desc, expert, row, col + BN // 4, part1, BM, BN // 4, ADD, ADD)
+            put_part(c_desc, expert, row, col + BN // 2, part2, BM, BN // 4, ADD, ADD)
+            put_part(c_desc, expert, row, col + BN // 4 * 3, part3, BM, BN // 4, ADD, ADD)
 
 
 @triton.jit

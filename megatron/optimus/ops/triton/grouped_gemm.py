@@ -138,7 +138,7 @@ def _rows_times_weight(
 
 
 @triton.jit
-def _put_part(
+def put_part(
     c_desc, expert, row, col, part, BM: tl.constexpr, BN: tl.constexpr, ADD: tl.constexpr, BY_COPY: tl.constexpr
 ):
     """BY_COPY (fp32): the copy engine adds, each element once, so the order of tiles cannot matter; else added here."""
@@ -185,10 +185,10 @@ def _weight_gradient(
                 left, right = total.reshape(BM, 2, BN // 2).permute(0, 2, 1).split()
                 part0, part1 = left.reshape(BM, 2, BN // 4).permute(0, 2, 1).split()
                 part2, part3 = right.reshape(BM, 2, BN // 4).permute(0, 2, 1).split()
-                _put_part(c_desc, expert, row, col, part0, BM, BN // 4, ADD, BY_COPY)
-                _put_part(c_desc, expert, row, col + BN // 4, part1, BM, BN // 4, ADD, BY_COPY)
-                _put_part(c_desc, expert, row, col + BN // 2, part2, BM, BN // 4, ADD, BY_COPY)
-                _put_part(c_desc, expert, row, col + BN // 4 * 3, part3, BM, BN // 4, ADD, BY_COPY)
+                put_part(c_desc, expert, row, col, part0, BM, BN // 4, ADD, BY_COPY)
+                put_part(c_desc, expert, row, col + BN // 4, part1, BM, BN // 4, ADD, BY_COPY)
+                put_part(c_desc, expert, row, col + BN // 2, part2, BM, BN // 4, ADD, BY_COPY)
+                put_part(c_desc, expert, row, col + BN // 4 * 3, part3, BM, BN // 4, ADD, BY_COPY)
             else:
                 c_desc.store([expert, row, col], total.to(c_desc.dtype).reshape(1, BM, BN))
 

@@ -6,7 +6,15 @@ import pytest
 import torch
 
 from megatron.optimus.config.checks import check
-from megatron.optimus.config.schema import ConfigError, Float8, ModelConfig, ParallelConfig, RunConfig, TrainingConfig
+from megatron.optimus.config.schema import (
+    ConfigError,
+    Float8,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RunConfig,
+    TrainingConfig,
+)
 from megatron.optimus.models.decoder import Decoder
 from megatron.optimus.models.initialize import initialize_weights
 from megatron.optimus.ops import fp8
@@ -57,5 +65,7 @@ def test_split_projections_and_other_devices_are_refused() -> None:
     parallel, training = ParallelConfig(tensor_model_parallel_size=2), TrainingConfig(fp8=Float8.HYBRID)
     with pytest.raises(ConfigError, match=r"fp8=hybrid with tensor_model_parallel_size=2.*use 1, or fp8=none"):
         check(RunConfig(model=DENSE, parallel=parallel, training=training), 2)
+    with pytest.raises(ConfigError, match=r"fp8=hybrid with zero_stage=3: a rank lacks weights; use zero_stage=1 or 2"):
+        check(RunConfig(model=DENSE, optimizer=OptimizerConfig(zero_stage=3), training=training), 2)
     with pytest.raises(ValueError, match=r"needs an NVIDIA GPU of compute capability 8\.9 or newer, this is xpu"):
         fp8.check_device(torch.device("xpu"), torch.bfloat16)
