@@ -103,9 +103,10 @@ class OptimusSource(Source):
         shapes = parameter_shapes(self.model)
         for kind in (MASTER, *MOMENTS) if manifest.kind == "full" else (WEIGHT,):
             stored = {name: entry for (name, entry_kind), entry in manifest.tensors.items() if entry_kind == kind}
-            # Optimizers of matrices have Adam's moments for the other parameters alone: nothing that a format carries.
-            is_partial = set(stored) < set(shapes) and self.run.optimizer.optimizer is not OptimizerName.ADAM
-            if kind in MOMENTS and (not stored or is_partial):
+            # An optimizer of matrices may have such moments of some parameters, or by matrix: no format carries these.
+            is_alike = {name: entry.shape for name, entry in stored.items()} == dict(shapes)
+            is_other = not is_alike and self.run.optimizer.optimizer is not OptimizerName.ADAM
+            if kind in MOMENTS and (not stored or is_other):
                 continue
             check_names(path, set(stored), set(shapes))
             for name, entry in stored.items():
