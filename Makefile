@@ -9,9 +9,8 @@ VENV ?= .venv
 # An interpreter that already has the dependencies; empty: make our own environment in $(VENV).
 PY ?=
 CORPUS ?=
-# Test files that run at the same time: twice the cores of a small machine, because ranks, disks and limits of time are
-# waited for half of a test's time. About 2 GB of memory each.
-TEST_WORKERS ?= 4
+# Test files that run at the same time.
+TEST_WORKERS ?= 2
 BASE_PYTHON ?= python3
 
 ifeq ($(PY),)
