@@ -171,7 +171,8 @@ def main() -> int:
         for number, memory in enumerate(args.memory):
             results.append(measure(Path(folder) / f"run-{number}", words, memory, args))
     if args.out:
-        about = {"command": " ".join(sys.argv), "commit": commit(), "ranks": args.ranks, "cores": os.cpu_count()}
+        words = [word for word in sys.argv if word not in ("--out", str(args.out))]
+        about = {"command": " ".join(words), "commit": commit(), "ranks": args.ranks, "cores": os.cpu_count()}
         args.out.write_text(json.dumps({**about, "runs": results}, indent=1) + "\n")
     return 0
 

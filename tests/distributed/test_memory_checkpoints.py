@@ -142,6 +142,10 @@ def lose_node(root: Path, node: int) -> None:
         path.unlink()
 
 
+def failing_disk(*words: Any) -> None:
+    raise OSError(28, "No space left on device")
+
+
 def two_nodes(rank: int, world: int, root: Path) -> dict[str, Any]:
     ranks, found = Ranks(None, "cpu"), {}
     save(rank, world, root, 2, 3)
@@ -161,8 +165,19 @@ def two_nodes(rank: int, world: int, root: Path) -> dict[str, Any]:
         damage(root, 2, 0, 2, name="copy")
     ranks.first_failure(None)
     found["the buddy's is damaged"] = restore(rank, world, root, 2)
+    own = opened(root, rank, world, 2)
+    own.prepare(slices_of(rank, world, 0))
+    own.start(slices_of(rank, world, 2), header(2))
+    own._join()
+    if rank == 3:  # cannot complete its own: its buddies must not wait for ever
+        own._complete = failing_disk  # type: ignore[method-assign]
+    own.start(slices_of(rank, world, 3), header(3))
+    own.start(slices_of(rank, world, 4), header(4))
+    assert own._task is None and not own.is_due(4)  # no more of them
+    found["a rank cannot write"] = restore(rank, world, root, 2)
     if rank == 0:
         lose_node(root, 0)
+        lose_node(root, 1)
     ranks.first_failure(None)
     found["both nodes lost"] = restore(rank, world, root, 2)
     return found
@@ -175,6 +190,7 @@ def test_a_lost_node_gets_its_state_from_the_buddy(tmp_path: Path) -> None:
             "and again, from its own memory": (3, True),
             "own is damaged, the buddy's is good": (2, True),
             "the buddy's is damaged": (1, True),
+            "a rank cannot write": (2, True),
             "both nodes lost": (None, True),
         }
 

@@ -45,7 +45,7 @@ from megatron.optimus.platform.environment import node_name
 from megatron.optimus.platform.memory import GIB, host_memory
 from megatron.optimus.platform.memory_slots import DATA_START, GENERATIONS, Generation, MemorySlot
 from megatron.optimus.platform.pinned_memory import pin_buffers
-from megatron.optimus.platform.ranks import Ranks
+from megatron.optimus.platform.ranks import Ranks, attempt
 
 AUTO = -1  # as ``interval``
 _AUTO_SHARE = 0.01  # of a step
@@ -151,6 +151,13 @@ class MemoryCheckpoints:
                 slot.snapshot.reserve(_memory(slices))
 
         self._ranks.run_on_all_ranks(reserve, task, CheckpointError)
+        sizes = self._all_gather(self._own[0].num_bytes)
+
+        def reserve_copies() -> None:
+            for slot in self._copies if self._source is not None else []:
+                slot.map(sizes[self._source])
+
+        self._ranks.run_on_all_ranks(reserve_copies, task, CheckpointError)
 
     def _check_room(self, here: list[tuple[int, int]], files: int, need: int) -> None:
         missing, total = (sum(numbers) for numbers in zip(*here, strict=True))
@@ -185,7 +192,8 @@ class MemoryCheckpoints:
         if failure is not None:
             self._interval = 0
             if error is not None or self._ranks.rank == 0:
-                log.warning("no more memory checkpoints in this process: rank %d: %s", failure[0], error or "its log")
+                reason = error or f"see the message of rank {failure[0]}"
+                log.warning("the memory checkpoint failed, and no more are made in this process: %s", reason)
             return
         if self._interval == AUTO:
             self._choose_interval(header.step, began)
@@ -208,11 +216,16 @@ class MemoryCheckpoints:
 
     def _finish(self, slot: _Slot, copy: _Slot | None, step: int, index: dict[str, Any]) -> None:
         """Completes this rank's file and exchanges it with the buddies; in the background."""
+        _, error = attempt(lambda: self._complete(slot, step, index))
+        if copy is not None:  # also after an error: the buddies wait for this rank
+            self._exchange(slot, self._target, copy, self._source)
+        if error is not None:
+            raise error
+
+    def _complete(self, slot: _Slot, step: int, index: dict[str, Any]) -> None:
         slot.snapshot.wait()
         digests, self._thread_s = _digests(slot.whole())
         slot.commit(step, slot.num_bytes, index | {"digests": digests})
-        if copy is not None:
-            self._exchange(slot, self._target, copy, self._source)
 
     def _join(self) -> Exception | None:
         """Waits for the thread; returns its error. Local."""
@@ -354,21 +367,26 @@ class MemoryCheckpoints:
         return [json.loads(data) for data in self._ranks.all_gather_bytes(json.dumps(value).encode())]
 
     def _exchange(self, sent: _Slot | None, to: int | None, received: _Slot | None, source: int | None) -> None:
-        """Sends a complete file to one rank and receives one from another. The training's group is not used."""
+        """Sends a file to one rank and receives one from another. The training's group is not used.
+
+        Of a file that is not complete only that is told. ``received`` has room for what will come, or makes it.
+        """
         found = sent.read() if sent is not None else None
-        head = torch.tensor([found.step, found.num_bytes, len(json.dumps(found.index))] if found else [0, 0, 0])
-        own_head = torch.zeros(3, dtype=torch.int64)
-        self._transfer(head if found else None, to, own_head if received is not None else None, source)
+        text = json.dumps(found.index).encode() if found is not None else b""
+        out, into = sent is not None, received is not None
+        head = torch.tensor([found.step, found.num_bytes, len(text)] if found is not None else [-1, 0, 0])
+        own_head = torch.tensor([-1, 0, 0])
+        self._transfer(head if out else None, to, own_head if into else None, source)
         step, num_bytes, length = own_head.tolist()
-        text = torch.empty(length, dtype=torch.uint8)
-        own_text = torch.frombuffer(bytearray(json.dumps(found.index).encode()), dtype=torch.uint8) if found else None
-        self._transfer(own_text, to, text if received is not None else None, source)
+        own_text = torch.empty(length, dtype=torch.uint8)
+        message = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else None
+        self._transfer(message, to, own_text if length else None, source)
+        data = sent.whole(found.num_bytes) if sent is not None and found is not None else None
         if received is not None:
             received.clear()
-        data = sent.whole(found.num_bytes) if sent is not None and found is not None else None
-        self._transfer(data, to, received.whole(num_bytes) if received is not None else None, source)
-        if received is not None:
-            received.commit(step, num_bytes, json.loads(text.numpy().tobytes()))
+        self._transfer(data, to, received.whole(num_bytes) if received is not None and num_bytes else None, source)
+        if received is not None and step >= 0:
+            received.commit(step, num_bytes, json.loads(own_text.numpy().tobytes()))
 
     def _transfer(
         self, out: torch.Tensor | None, to: int | None, into: torch.Tensor | None, source: int | None

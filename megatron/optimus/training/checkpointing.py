@@ -307,13 +307,13 @@ class Checkpoints:
         Raises CheckpointError on every rank where it had one and none can be read.
         """
         options, is_first = self._config.checkpoint, self._mesh.rank == 0
+        if (manifest := self._load_memory()) is not None:
+            return Path("host memory"), manifest
         if options.from_scratch and not has_good(self._root, self._ranks):
             self._ranks.run_on_all_ranks(
                 lambda: self._set_aside() if is_first else None, "beginning from scratch", CheckpointError
             )
             return None
-        if (manifest := self._load_memory()) is not None:
-            return Path("host memory"), manifest
         found = store.load_newest(self._root, self._all_requests, ranks=self._ranks)
         if found is None:
             lost = self._ranks.run_on_all_ranks(
