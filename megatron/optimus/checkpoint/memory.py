@@ -152,10 +152,11 @@ class MemoryCheckpoints:
 
         self._ranks.run_on_all_ranks(reserve, task, CheckpointError)
         sizes = self._all_gather(self._own[0].num_bytes)
+        source = self._source
 
         def reserve_copies() -> None:
-            for slot in self._copies if self._source is not None else []:
-                slot.map(sizes[self._source])
+            for slot in self._copies:
+                slot.map(sizes[source or 0])
 
         self._ranks.run_on_all_ranks(reserve_copies, task, CheckpointError)
 
@@ -298,9 +299,9 @@ class MemoryCheckpoints:
 
     def _restore(self, slices: Sequence[TensorSlice], at_least: int) -> Manifest | None:
         own, layout = self._ranks.rank, _layout_of(slices)
-        held: dict[tuple[int | None, int], tuple[_Slot, Generation]] = {
+        held = {
             (owner, found.step): (slot, found)
-            for owner, slots in ((own, self._own), (self._source, self._copies))
+            for owner, slots in ((own, self._own), (self._source or 0, self._copies))
             for slot in slots
             if (found := slot.read()) is not None and found.step >= at_least
         }
@@ -315,7 +316,11 @@ class MemoryCheckpoints:
         for step in sorted(covered, reverse=True):
             if len(covered[step]) < self._ranks.size:
                 continue
-            good = [owner for (owner, at), (slot, found) in held.items() if at == step and _is_good(slot, found)]
+            good = [
+                owner
+                for (owner, at), (slot, found) in held.items()
+                if at == step and found.index["layout"] == layouts[owner] and _is_good(slot, found)
+            ]
             holders: dict[int, list[int]] = {}
             for holder, owners in enumerate(self._all_gather(good)):
                 for owner in owners:
@@ -332,14 +337,14 @@ class MemoryCheckpoints:
         self,
         step: int,
         slices: Sequence[TensorSlice],
-        held: dict[tuple[int | None, int], tuple[_Slot, Generation]],
+        held: dict[tuple[int, int], tuple[_Slot, Generation]],  # by owner and step
         missing: set[int],
     ) -> Manifest:
         """Fills the slices from this rank's file of ``step``; ranks that are ``missing`` theirs get it from a buddy."""
         own = self._ranks.rank
         if missing:
             slot = held[own, step][0] if own not in missing else self._own[0]
-            sent = held[self._source, step][0] if self._source in missing else None
+            sent = held[source, step][0] if (source := self._source) in missing and source is not None else None
             self._exchange(sent, self._source, slot if own in missing else None, self._target)
             if own == min(missing):
                 log.warning("rank %d got its state of step %d from rank %d", own, step, self._target)
@@ -349,7 +354,7 @@ class MemoryCheckpoints:
 
         def fill() -> Manifest:
             found = slot.read()
-            if found is None or not _is_good(slot, found):
+            if found is None or (own in missing and not _is_good(slot, found)):
                 raise CheckpointError(f"the state of step {step} from rank {self._target} is damaged")
             index = found.index
             slot.allocate(index["sizes"], self._device)

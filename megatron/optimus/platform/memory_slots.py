@@ -71,7 +71,8 @@ class MemorySlot:
         """
         size = DATA_START + num_bytes
         if self._map is None or len(self._map) < size:
-            os.posix_fallocate(self._descriptor, 0, size)  # an error now, not SIGBUS at the first write
+            if os.fstat(self._descriptor).st_blocks * 512 < size:
+                os.posix_fallocate(self._descriptor, 0, size)  # an error now, not SIGBUS at the first write
             self._map = mmap.mmap(self._descriptor, size)
         return self._map
 
