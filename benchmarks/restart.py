@@ -20,6 +20,7 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
 import signal
 import statistics
 import subprocess
@@ -82,11 +83,15 @@ class Run:
 
     def end(self) -> None:
         """Kills all: a save of gigabytes is not wanted."""
+        opened = [link.resolve() for link in Path(f"/proc/{self.process.pid}/fd").iterdir()]
         everyone = [*ranks_of(self.process.pid), *children(self.process.pid), self.process.pid]
         for pid in everyone:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait()
+        for path in opened:
+            if path.name == "alive":  # in the launcher's folder, which ranks that live would remove
+                shutil.rmtree(path.parent, ignore_errors=True)
 
 
 def kill(run: Run, number: int, wait_steps: int, saves: bool) -> dict[str, Any]:
