@@ -529,6 +529,12 @@ class CheckpointConfig:
     save_local_dir: str | None = option(
         None, "folder on a local disk of each node: checkpoints are written there first, then copied to save"
     )
+    memory_checkpoint_interval: int = option(
+        0,
+        "under optimus launch --max-restarts: steps between copies of the training state to host memory, from which a "
+        "restart goes on; auto (-1): so that they cost 1% of a step; 0: none",
+        words={"auto": -1},
+    )
     load_optim: bool = option(
         True, "load optimizer states; without them step, learning rate and data position still continue"
     )
@@ -539,6 +545,7 @@ class CheckpointConfig:
 
     def __post_init__(self) -> None:
         at_least(self, 0, "save_interval", "model_only_save_interval")
+        at_least(self, -1, "memory_checkpoint_interval")
         at_least(self, 1, "save_retain")
         require(not self.finetune or self.load is not None, "finetune=True starts from a checkpoint; name it in load")
         require(

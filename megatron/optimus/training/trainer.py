@@ -245,6 +245,7 @@ class Trainer:
             try:
                 self._train(metrics_logger, stop, profiler)
             except TrainingError:
+                self.checkpoints.forget_memory()
                 self.checkpoints.finish()  # those in flight hold steps from before the trouble
                 raise
             except BaseException:
