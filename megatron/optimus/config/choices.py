@@ -153,6 +153,12 @@ class MuonLRAdjustment(str, Enum):
     MATCH_RMS_ADAMW = "match_rms_adamw"  # lr * 0.2 * sqrt(max(rows, columns)): AdamW's lr and weight decay carry over
 
 
+class Parametrization(str, Enum):
+    STANDARD = "standard"  # the same initial values, rate and decay for every tensor
+    MUP = "mup"  # they depend on the width, as config/parametrization.py says
+    COMPLETEP = "completep"  # and on the depth
+
+
 class ShampooGraft(str, Enum):
     RMSPROP = "rmsprop"
     SGD = "sgd"
