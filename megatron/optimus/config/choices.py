@@ -169,6 +169,7 @@ class LRDecayStyle(str, Enum):
     LINEAR = "linear"
     CONSTANT = "constant"
     INVERSE_SQUARE_ROOT = "inverse-square-root"  # lr * sqrt(warm-up steps / steps), not below min_lr
+    RANGE_TEST = "range-test"  # exponential rise from min_lr to lr (arXiv 1506.01186): `optimus lr-find`
     WSD = "WSD"  # warm-up, stable, decay (arXiv 2404.06395): constant, then a decay over lr_wsd_decay_iters steps
 
 
