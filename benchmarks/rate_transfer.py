@@ -127,9 +127,7 @@ def main() -> None:
             one = measure(args, parametrization, size, corpus)
             print(f"{parametrization:10} {args.axis} {size:4}: best rate {one['best_rate']:.2e}", flush=True)
             key = (args.axis, parametrization, size)
-            others = [
-                row for row in found["results"] if (row["axis"], row["parametrization"], row["size"]) != key
-            ]
+            others = [row for row in found["results"] if (row["axis"], row["parametrization"], row["size"]) != key]
             found["results"] = [*others, one]
     found |= {
         "commit": commit(),

@@ -34,7 +34,10 @@ COMMANDS = {
         "report the load of experts, and compute a balanced placement",
     ),
     "lr-find": ("megatron.optimus.commands.lr_find", "find a learning rate by one short run with a rising rate"),
-    "sweep": ("megatron.optimus.commands.sweep", "run a grid of options, and compare the runs in a table and a picture"),
+    "sweep": (
+        "megatron.optimus.commands.sweep",
+        "run a grid of options, and compare the runs in a table and a picture",
+    ),
     "coordinate-check": (
         "megatron.optimus.commands.coordinate_check",
         "check a parametrization: the change of activations at several widths and depths",

@@ -30,7 +30,11 @@ def test_the_loss_falls_under_sgd(tmp_path: Path, train: Program) -> None:
 @pytest.mark.parametrize(
     ("options", "ranks", "kinds"),
     [
-        ("--optimizer muon --lr 1e-2 --muon-momentum 0.9 --expert-model-parallel-size 2 " + COMPLETEP, 2, {"momentum_buffer"}),
+        (
+            "--optimizer muon --lr 1e-2 --muon-momentum 0.9 --expert-model-parallel-size 2 " + COMPLETEP,
+            2,
+            {"momentum_buffer"},
+        ),
         (
             "--optimizer soap --lr 3e-3 --soap-precondition-frequency 3 --tensor-model-parallel-size 2",
             2,

@@ -44,7 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = parser.parse(argv)
         run = read_run(args)
         if not args.widths and not args.depths:
-            raise ConfigError("--widths and --depths are both absent: name what to compare, such as --widths 64,128,256")
+            raise ConfigError(
+                "--widths and --depths are both absent: name what to compare, such as --widths 64,128,256"
+            )
         check(run.config, 1)
         rows = _measure(run.config, args)
         sys.stdout.write("\n".join(_tables(rows)) + "\n")
@@ -73,7 +75,7 @@ def _measure(config: RunConfig, args: argparse.Namespace) -> list[dict[str, Any]
     """One row for each parametrization and kind of size: sizes, activations by name, and their slopes."""
     from megatron.optimus.training.coordinate_check import measure, scaled, slope  # imports torch and DeepSpeed
 
-    standard = {"parametrization": Parametrization.STANDARD} | dict.fromkeys(_OF_A_PARAMETRIZATION)
+    standard: dict[str, Any] = {"parametrization": Parametrization.STANDARD} | dict.fromkeys(_OF_A_PARAMETRIZATION)
     models: list[ModelConfig] = [replace(config.model, **standard)]
     if config.model.parametrization is not Parametrization.STANDARD:
         models.insert(0, config.model)

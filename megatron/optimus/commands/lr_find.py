@@ -115,11 +115,13 @@ def _find(options: list[str], run_dir: Path, args: argparse.Namespace) -> int:
 
 
 def smoothed(losses: np.ndarray) -> np.ndarray:
-    """The mean of each step's loss and its neighbours', a twelfth of the steps in all; NaN is left out."""
+    """The mean of each step's loss and its neighbours', a twelfth of the steps in all; inf where a loss is NaN."""
     reach = max(1, len(losses) // 24)
-    with np.errstate(invalid="ignore"):
-        rows = [losses[max(0, at - reach) : at + reach + 1] for at in range(len(losses))]
-        return np.array([np.nanmean(row) if np.isfinite(row).any() else math.inf for row in rows])
+    rows = [losses[max(0, at - reach) : at + reach + 1] for at in range(len(losses))]
+    means = [
+        row[np.isfinite(row)].mean() if math.isfinite(row[min(at, reach)]) else math.inf for at, row in enumerate(rows)
+    ]
+    return np.array(means)
 
 
 def suggest(rates: np.ndarray, losses: np.ndarray) -> Suggestion:
@@ -144,10 +146,8 @@ def suggest(rates: np.ndarray, losses: np.ndarray) -> Suggestion:
             f"is {curve[lowest]:.3f} at its lowest; use other ends, more --train-iters or larger batches"
         )
     if lowest >= len(rates) - 2:
-        raise ConfigError(
-            f"the loss still falls at the highest rate, {rates[-1]:.3g}; use a higher --lr-to than that"
-        )
-    fall = np.gradient(smoothed(curve)[: lowest + 1], np.log(rates[: lowest + 1]))
+        raise ConfigError(f"the loss still falls at the highest rate, {rates[-1]:.3g}; use a higher --lr-to than that")
+    fall = np.gradient(smoothed(curve[: lowest + 1]), np.log(rates[: lowest + 1]))
     above = np.flatnonzero(curve[lowest:] > curve[0])
     return Suggestion(
         rate=float(rates[int(fall.argmin())]),

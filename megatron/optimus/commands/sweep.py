@@ -3,9 +3,9 @@
     optimus sweep --vary lr=1e-3,3e-3,1e-2 --vary optimizer=adam,muon --run-dir sweeps/first -- \\
         --preset mula-tiny --data-path data/corpus_text_document --train-iters 200 --eval-interval 0
 
-Behind -- are options of `optimus pretrain`; --vary NAME=VALUE,VALUE,... gives any of them several values. Each run has a
-folder of --run-dir. The same command again repeats no run that has ended, and resumes one that was stopped. A run that
-fails is a row of the table. With --print-array the command prints the script of a job array, one job a run; --show
+Behind -- are options of `optimus pretrain`; --vary NAME=VALUE,VALUE,... gives any of them several values. Each run has
+a folder of --run-dir. The same command again repeats no run that has ended, and resumes one that was stopped. A run
+that fails is a row of the table. With --print-array the command prints the script of a job array, one job a run; --show
 prints the table of what there is. Checkpoints of ended runs are removed unless --keep-checkpoints. See docs/rates.md.
 
 Exit code: 0, 2 after one line that says what is wrong, or 128 + n after signal n.
@@ -13,7 +13,6 @@ Exit code: 0, 2 after one line that says what is wrong, or 128 + n after signal 
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import re
@@ -81,7 +80,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> Parser:
     parser = Parser("sweep", __doc__ or "", usage="optimus sweep --vary NAME=VALUE,... [options] -- [pretrain options]")
-    parser.add_argument("--vary", action="append", required=True, metavar="NAME=VALUE,...", help="an option, its values")
+    parser.add_argument(
+        "--vary", action="append", required=True, metavar="NAME=VALUE,...", help="an option, its values"
+    )
     parser.add_argument("--run-dir", type=Path, required=True, metavar="DIR", help="folder of the sweep")
     ranks = "ranks of each run on this machine, started by `optimus launch` [one process]"
     parser.add_argument("--nproc-per-node", type=whole_number(), metavar="N", help=ranks)
@@ -106,7 +107,11 @@ def _trials(vary: Sequence[str], run_dir: Path, options: list[str]) -> list[Tria
             raise ConfigError(f"--vary={word!r}: {name} is {'given twice' if name in axes else 'set by the sweep'}")
         axes[name] = text.split(",")
         for value in axes[name]:
-            (parse_all(OPTIONS[name], value.split(), word) if OPTIONS[name].is_list else parse(OPTIONS[name], value, word))
+            (
+                parse_all(OPTIONS[name], value.split(), word)
+                if OPTIONS[name].is_list
+                else parse(OPTIONS[name], value, word)
+            )
         if len(set(axes[name])) < len(axes[name]):
             raise ConfigError(f"--vary={word!r} names a value twice")
     load(options, "sweep", take_from_hf=take_from_hf)  # what all runs share; each one checks its own values

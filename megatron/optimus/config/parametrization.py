@@ -71,6 +71,9 @@ class UpdateScaling(NamedTuple):
         return 1 / self.lr
 
 
+UNSCALED = UpdateScaling()
+
+
 def initial_scale(model: ModelConfig, name: str, num_dims: int) -> float:
     """Computes the factor on a tensor's initial values: on the standard deviation of a matrix, on a norm's scale of 1.
 
@@ -92,9 +95,7 @@ def initial_scale(model: ModelConfig, name: str, num_dims: int) -> float:
     }.get(role, 1.0)
 
 
-def update_scaling(
-    model: ModelConfig, optimizer: OptimizerConfig, name: str, shape: tuple[int, ...]
-) -> UpdateScaling:
+def update_scaling(model: ModelConfig, optimizer: OptimizerConfig, name: str, shape: tuple[int, ...]) -> UpdateScaling:
     """Computes the factors on a tensor's learning rate, weight decay and epsilon.
 
     Args:
@@ -104,7 +105,7 @@ def update_scaling(
         shape: of the whole parameter.
     """
     if model.parametrization is Parametrization.STANDARD:
-        return UpdateScaling()
+        return UNSCALED
     role, growth_in, growth_out = _role_and_growth(model, name, len(shape))
     width, depth = _width_and_depth(model)
     if optimizer.optimizer in MUON_LIKE and len(shape) > 1 and role not in (_Role.EMBEDDING, _Role.HEAD):
@@ -124,9 +125,7 @@ def update_scaling(
     return UpdateScaling(rate, 1.0 if optimizer.optimizer is OptimizerName.LION else eps)  # Lion has no epsilon
 
 
-def _muon_rate(
-    adjustment: MuonLRAdjustment, shape: tuple[int, int], growth_out: float, growth_in: float
-) -> float:
+def _muon_rate(adjustment: MuonLRAdjustment, shape: tuple[int, int], growth_out: float, growth_in: float) -> float:
     """The factor on Muon's rate with which an update's spectral norm grows as sqrt(rows / columns), over Muon's own."""
 
     def own(rows: float, columns: float) -> float:
@@ -147,20 +146,22 @@ def _width_and_depth(model: ModelConfig) -> tuple[float, float]:
 def _role_and_growth(model: ModelConfig, name: str, num_dims: int) -> tuple[_Role, float, float]:
     """What a parameter is, and by how much its columns and rows have grown since the base model."""
     width, _ = _width_and_depth(model)
+    is_inner = "mlp." in name or "experts." in name
+    inner = _inner_growth(model, is_expert="experts." in name) if is_inner else width
+    found = (_Role.HIDDEN, width, inner)
     if name.endswith("lm_head.weight"):
-        return _Role.HEAD, width, 1.0
-    if name.endswith("embedding.weight"):
-        return _Role.EMBEDDING, width, 1.0
-    if name.startswith("final_norm."):
-        return _Role.FINAL_NORM, width, width
-    if num_dims == 1:
-        return _Role.VECTOR, width, width
-    if "router." in name or name.endswith("shared_experts.gate.weight"):
-        return _Role.READOUT, width, 1.0
-    inner = _inner_growth(model, is_expert="experts." in name) if "mlp." in name or "experts." in name else width
-    if name.endswith(_BRANCH_OUTPUTS):
-        return _Role.BRANCH_OUTPUT, inner, width
-    return _Role.HIDDEN, width, inner
+        found = (_Role.HEAD, width, 1.0)
+    elif name.endswith("embedding.weight"):
+        found = (_Role.EMBEDDING, width, 1.0)
+    elif name.startswith("final_norm."):
+        found = (_Role.FINAL_NORM, width, width)
+    elif num_dims == 1:
+        found = (_Role.VECTOR, width, width)
+    elif "router." in name or name.endswith("shared_experts.gate.weight"):
+        found = (_Role.READOUT, width, 1.0)
+    elif name.endswith(_BRANCH_OUTPUTS):
+        found = (_Role.BRANCH_OUTPUT, inner, width)
+    return found
 
 
 def _inner_growth(model: ModelConfig, *, is_expert: bool) -> float:

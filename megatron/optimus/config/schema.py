@@ -405,7 +405,9 @@ class OptimizerConfig:
         require(self.zero_stage in range(4), f"zero_stage={self.zero_stage} does not exist; use 0, 1, 2 or 3")
         require(self.min_lr <= self.lr, f"min_lr={self.min_lr} exceeds lr={self.lr}; use at most {self.lr}")
         is_rising = self.lr_decay_style is LRDecayStyle.RANGE_TEST
-        require(not is_rising or self.min_lr > 0, f"min_lr={self.min_lr} with lr_decay_style=range-test: use 1e-6 or so")
+        require(
+            not is_rising or self.min_lr > 0, f"min_lr={self.min_lr} with lr_decay_style=range-test: use 1e-6 or so"
+        )
         at_least(self, 1, "muon_num_ns_steps", "ddp_bucket_size")
         at_least(self, 1, "soap_precondition_frequency", "soap_max_dim", "galore_rank", "galore_update_proj_gap")
         at_least(self, 1, "shampoo_block_size", "shampoo_precondition_frequency")

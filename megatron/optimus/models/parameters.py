@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron.optimus.config.family import ParameterKind, ParameterSpec, layer_parameters, norm_parameters
-from megatron.optimus.config.parametrization import UpdateScaling, update_scaling
+from megatron.optimus.config.parametrization import UNSCALED, UpdateScaling, update_scaling
 from megatron.optimus.config.rank_plan import RankPlan
 from megatron.optimus.config.schema import ModelConfig
 
@@ -27,7 +27,7 @@ class RankParameter:
     is_tp_sharded: bool  # tensor-parallel ranks hold different parts
     is_tied: bool = False  # another pipeline stage has a copy
     num_rows_and_columns: int = 0  # of the matrices that it is; a vector has one column
-    scaling: UpdateScaling = UpdateScaling()  # parameters with another one are in another parameter group
+    scaling: UpdateScaling = UNSCALED  # parameters with another one are in another parameter group
 
 
 @dataclass(frozen=True)

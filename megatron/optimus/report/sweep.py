@@ -109,7 +109,9 @@ def table(rows: Sequence[Row]) -> list[str]:
         for row in rows
     ]
     widths = [max(len(line[at]) for line in [heads, *cells]) for at in range(len(heads))]
-    lines = ["  ".join(f"{cell:>{width}}" for cell, width in zip(line, widths, strict=True)) for line in [heads, *cells]]
+    lines = [
+        "  ".join(f"{cell:>{width}}" for cell, width in zip(line, widths, strict=True)) for line in [heads, *cells]
+    ]
     notes = [
         f"{', '.join(f'{name}={value}' for name, value in row.values.items())}: {row.error}"
         for row in rows

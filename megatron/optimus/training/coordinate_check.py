@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron.optimus.config.schema import ConfigError, ModelConfig, RunConfig
 from megatron.optimus.context import DTYPES
@@ -68,7 +68,7 @@ def measure(config: RunConfig, num_steps: int, num_seeds: int = 1) -> Coordinate
     """Trains the model of a run for a few steps on one batch of random tokens.
 
     Args:
-        config: the run; of its sections model, optimizer, and of training micro_batch_size, seq_length and params_dtype.
+        config: the run; of training it reads micro_batch_size, seq_length, params_dtype and seed.
         num_steps: optimizer steps.
         num_seeds: models over whose squares the mean is taken.
     """
@@ -124,19 +124,19 @@ def _activations(config: RunConfig, seed: int, num_steps: int) -> tuple[Activati
     return start, found
 
 
-def _tap(model: Decoder, found: Activations) -> list[torch.utils.hooks.RemovableHandle]:
+def _tap(model: Any, found: Activations) -> list[torch.utils.hooks.RemovableHandle]:
     """Hooks that add activations to ``found`` in every forward."""
 
-    def add(name: str, value: Callable[[nn.Module, Any, Any], Tensor]) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+    def add(name: str, value: Callable[[Any, Any, Any], Tensor]) -> Callable[[Any, Any, Any], None]:
+        def hook(module: Any, inputs: Any, output: Any) -> None:
             found.setdefault(name, []).append(value(module, inputs, output).detach().float())
 
         return hook
 
-    def first(module: nn.Module, inputs: Any, output: Any) -> Tensor:
+    def first(module: Any, inputs: Any, output: Any) -> Tensor:
         return output[0] if isinstance(output, tuple) else output
 
-    def router_logits(module: nn.Module, inputs: Any, output: Any) -> Tensor:
+    def router_logits(module: Any, inputs: Any, output: Any) -> Tensor:
         return F.linear(inputs[0].float(), module.weight.float())
 
     taps = [model.embedding.register_forward_hook(add("embedding", first))]

@@ -22,7 +22,7 @@ import deepspeed_ext
 from megatron.optimus.config.checks import gradient_accumulation_steps
 from megatron.optimus.config.choices import OPTIMIZER_LIBRARY
 from megatron.optimus.config.options import did_you_mean
-from megatron.optimus.config.parametrization import UpdateScaling, update_scaling
+from megatron.optimus.config.parametrization import UNSCALED, UpdateScaling, update_scaling
 from megatron.optimus.config.schema import ConfigError, Float8, OptimizerConfig, OptimizerName, Precision, RunConfig
 from megatron.optimus.context import RunContext
 from megatron.optimus.models.decoder import Decoder
@@ -244,7 +244,7 @@ def param_groups(model: nn.Module, config: OptimizerConfig) -> list[ParamGroup]:
     groups = []
     for (is_matrix, is_decayed, scaling), parameters in members.items():
         group = {"params": parameters, **options, "weight_decay": config.weight_decay if is_decayed else 0.0}
-        if scaling != UpdateScaling():
+        if scaling != UNSCALED:
             group |= {name: options[name] * scaling.eps for name in ("eps", "adam_eps") if name in options}
             group["lr_scale"] = scaling.lr  # the trainer sets lr in each step
             group["lr"] *= scaling.lr
@@ -255,12 +255,10 @@ def param_groups(model: nn.Module, config: OptimizerConfig) -> list[ParamGroup]:
     return groups
 
 
-def _update_scaling(
-    model: nn.Module, config: OptimizerConfig, name: str, parameter: nn.Parameter
-) -> UpdateScaling:
+def _update_scaling(model: nn.Module, config: OptimizerConfig, name: str, parameter: nn.Parameter) -> UpdateScaling:
     """The factors of muP or CompleteP; none for a model that is no decoder of ours."""
     if not isinstance(model, Decoder):
-        return UpdateScaling()
+        return UNSCALED
     return update_scaling(model.config, config, name, whole_shape(parameter))
 
 
