@@ -25,7 +25,7 @@ WRONG = (None, True, -1, 10**400, 1.5, "\x1b[31m", [[]], {"a": 1})
 # Puts one manifest after the other in the checkpoint's folder. Commands are forked from one process that has imported
 # everything, since a start takes seconds.
 LOOP = """
-import gc, json, os, shutil, signal, sys, traceback
+import json, os, shutil, signal, sys, traceback
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 import megatron.optimus.commands.convert, megatron.optimus.commands.verify, megatron.optimus.pretrain
@@ -44,7 +44,6 @@ def run(words, output):
             except BaseException:
                 traceback.print_exc(file=file)
                 return 99
-    gc.freeze()  # else a collection would copy the pages that both share
     pid = os.fork()  # process groups are left for good once a run has failed
     if pid == 0:
         signal.alarm(60)
