@@ -89,6 +89,8 @@ class Job:
     phase: int = 0
     task: Task | None = None
     revision: int = 0
+    attempts: int = 0  # that have failed
+    is_dropped: threading.Event = field(default_factory=threading.Event)  # ends the pause before the next attempt
 
 
 def write(job: Job, directory: Path) -> None:

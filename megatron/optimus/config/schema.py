@@ -529,6 +529,9 @@ class CheckpointConfig:
     save_local_dir: str | None = option(
         None, "folder on a local disk of each node: checkpoints are written there first, then copied to save"
     )
+    max_unsaved_minutes: float = option(
+        30.0, "minutes for which saves may fail, being tried again, before the run ends; 0: it ends at the first failure"
+    )
     load_optim: bool = option(
         True, "load optimizer states; without them step, learning rate and data position still continue"
     )
@@ -538,7 +541,7 @@ class CheckpointConfig:
     )
 
     def __post_init__(self) -> None:
-        at_least(self, 0, "save_interval", "model_only_save_interval")
+        at_least(self, 0, "save_interval", "model_only_save_interval", "max_unsaved_minutes")
         at_least(self, 1, "save_retain")
         require(not self.finetune or self.load is not None, "finetune=True starts from a checkpoint; name it in load")
         require(

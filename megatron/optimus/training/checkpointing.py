@@ -28,6 +28,7 @@ from megatron.optimus.platform.device import device_name
 from megatron.optimus.platform.files import delete_tree
 from megatron.optimus.platform.memory import needs_memory
 from megatron.optimus.platform.seeding import rng_state, set_rng_state
+from megatron.optimus.training.alerts import NO_ALERTS, SAVE_FAILED
 from megatron.optimus.training.data_position import START_FIELD, STEPS_FIELD, check_position, position_start
 from megatron.optimus.training.engine import Engine, training_state
 from megatron.optimus.training.last_checkpoint import LastCheckpoint
@@ -41,6 +42,8 @@ logger = logging.getLogger("optimus")
 
 class Checkpoints:
     """The checkpoints of one run. Building it and every method are collective over all ranks, except where noted."""
+
+    alerts = NO_ALERTS
 
     def __init__(self, run: RunContext, model: Decoder, engine: Engine) -> None:
         config, mesh = run.config, run.mesh
@@ -70,6 +73,8 @@ class Checkpoints:
             asynchronous=config.checkpoint.async_save,
             local=config.checkpoint.save_local_dir,
             check_lock=self._lock.check if self._lock is not None else lambda: None,
+            retry_seconds=60 * config.checkpoint.max_unsaved_minutes,
+            on_failure=lambda step, text: self.alerts.send(SAVE_FAILED, step, text),
             tokenizer=self._ranks.run_on_all_ranks(
                 lambda: self._read_tokenizer() if mesh.rank == 0 else {}, "reading the tokenizer", CheckpointError
             ),
@@ -105,7 +110,8 @@ class Checkpoints:
     def after_step(self, step: int, consumed_samples: int, *, is_exiting: bool) -> None:
         """Saves what is due after ``step``; a run that ``is_exiting`` saves everything and waits until it is written.
 
-        Raises CheckpointError on every rank when this save or one in flight failed on any rank.
+        Raises CheckpointError on every rank when saves have failed for ``max_unsaved_minutes``, or one failed
+        for another reason than the file system.
         """
         options = self._config.checkpoint
         self._note(self._saver.poll())
