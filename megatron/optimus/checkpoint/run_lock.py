@@ -66,7 +66,9 @@ class RunLock:
         It is taken again where the folder has vanished and come back: then there is no checkpoint in it either.
         """
         owner = _read(self._path)
-        is_empty = owner is None and not any(commit.list_committed(self._path.parent, kind) for kind in ("full", "model"))
+        is_empty = owner is None and not any(
+            commit.list_committed(self._path.parent, kind) for kind in ("full", "model")
+        )
         if owner != self._own and not (is_empty and self._take()):
             raise CheckpointError(
                 f"{self._path}: this job no longer owns the folder ({_text(owner)} does); it must stop"

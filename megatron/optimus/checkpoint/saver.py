@@ -173,6 +173,7 @@ class Saver:
                     self._jobs[0].header.step,
                 )
             finished += self._advance(wait=True)
+            self._drop_failing(header)
             drained_s = time.perf_counter() - called
         plan = self._plan(slices, header)
         temporary = self._new_directory(header)

@@ -530,7 +530,8 @@ class CheckpointConfig:
         None, "folder on a local disk of each node: checkpoints are written there first, then copied to save"
     )
     max_unsaved_minutes: float = option(
-        30.0, "minutes for which saves may fail, being tried again, before the run ends; 0: it ends at the first failure"
+        30.0,
+        "minutes for which saves may fail, being tried again, before the run ends; 0: it ends at the first failure",
     )
     load_optim: bool = option(
         True, "load optimizer states; without them step, learning rate and data position still continue"
