@@ -16,6 +16,7 @@ from megatron.optimus.config.load import load as config_of
 from megatron.optimus.context import RunContext
 from megatron.optimus.platform import files, seeding
 from megatron.optimus.platform.mesh import Mesh
+from megatron.optimus.platform.ranks import Ranks
 from megatron.optimus.training.metrics import read_metrics
 from tests.helpers import run_distributed
 from tests.integration.conftest import TINY, write_corpus
@@ -51,11 +52,12 @@ def is_gone(root):
     return (root / "checkpoints").unlink
 
 
-def _train(rank, world, folder, root, faults, iters, minutes="1"):
+def _train(rank, world, folder, root, faults, iters, minutes="1", options=()):
     """Trains with saves every second step. After ``faults[step]`` the disk has that fault until the next save is due.
 
     Returns the steps done, or the error; the alerts' texts of rank 0.
     """
+    from megatron.optimus.training.checkpointing import fetch_from_mirror
     from megatron.optimus.training.engine import init_engine, shutdown_engine
     from megatron.optimus.training.trainer import Trainer
 
@@ -63,7 +65,8 @@ def _train(rank, world, folder, root, faults, iters, minutes="1"):
     init_engine(timedelta(seconds=60))
     words = [*TINY, "--data-path", f"{folder}/counting", "--save", f"{root}/checkpoints", "--train-iters", "12"]
     words += ["--run-dir", f"{folder}/run-{root.name}", "--eval-interval", "0", "--max-unsaved-minutes", minutes]
-    config = config_of([*words, "--exit-interval", str(iters)]).config
+    config = config_of([*words, "--exit-interval", str(iters), *options]).config
+    fetch_from_mirror(config, Ranks(None, "cpu"))
     seeding.seed_all(config.training.seed)
     trainer = Trainer(RunContext.of(config, Mesh(config.parallel, rank=rank, world_size=world), torch.device("cpu")))
     checkpoints, after_step, undo = trainer.checkpoints, trainer.checkpoints.after_step, []
@@ -116,7 +119,9 @@ def test_training_goes_on_while_the_folder_fails(tmp_path, small_disk):
     """Five faults in a run of 12 steps; what it saves and goes on from is bit-identical to the undisturbed run's."""
     write_corpus(tmp_path / "counting")
     calm = tmp_path / "calm"
-    run_distributed(_train, 2, str(tmp_path), calm, {}, 12)
+    mirror = f"file://{tmp_path}/mirror"
+    options = ["--checkpoint-mirror", mirror, "--checkpoint-mirror-interval", "5"]
+    run_distributed(_train, 2, str(tmp_path), calm, {}, 12, "1", options)
     faults = {
         2: (1, broken, ("write_at", errno.EIO)),
         4: (0, is_full, (small_disk,)),
@@ -140,6 +145,16 @@ def test_training_goes_on_while_the_folder_fails(tmp_path, small_disk):
         for root in (small_disk, calm)
     ]
     assert losses[0] == losses[1] and len(losses[0]) == 12
+
+    # The undisturbed run loses its disk, and the last upload was not finished: it goes on from the one before.
+    expected = stored(latest(calm / "checkpoints"))
+    shutil.rmtree(calm)
+    (tmp_path / "mirror" / "step-00000012" / "manifest.json").unlink()
+    assert sorted(path.name for path in (tmp_path / "mirror").iterdir()) == ["step-00000010", "step-00000012"]
+    run_distributed(_train, 2, str(tmp_path), calm, {}, 12, "1", options)
+    assert stored(latest(calm / "checkpoints")) == expected
+    resumed = read_metrics(tmp_path / "run-calm" / "metrics.jsonl")
+    assert [line["loss"] for line in resumed] == losses[1]
 
 
 @pytest.mark.parametrize("minutes, tries", [("0", 0), ("0.01", 1)])

@@ -64,8 +64,8 @@ class Task:
     def is_done(self) -> bool:
         return not self._thread.is_alive()
 
-    def join(self) -> None:
-        self._thread.join()
+    def join(self, seconds: float | None = None) -> None:
+        self._thread.join(seconds)
 
 
 @dataclass
