@@ -34,6 +34,7 @@ COMMANDS = {
         "report the load of experts, and compute a balanced placement",
     ),
     "doctor": ("megatron.optimus.commands.doctor", "check this machine's installation, and say how to mend it"),
+    "preflight": ("megatron.optimus.commands.preflight", "check devices, links, folder and versions before a run"),
     "tune-kernels": ("megatron.optimus.commands.tune_kernels", "autotune the Triton expert kernels on this GPU"),
 }
 
