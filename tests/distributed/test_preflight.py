@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from megatron.optimus.checkpoint import latest, load_manifest
-from megatron.optimus.commands.preflight import check_folder, checkpoint_bytes, compare
+from megatron.optimus.commands.preflight import check_folder, compare
 from megatron.optimus.config.load import load as config_of
 from megatron.optimus.config.schema import ConfigError
 from megatron.optimus.launch import main as launch_main
 from megatron.optimus.launcher.preflight import bad_nodes
+from megatron.optimus.planner.reliability import checkpoint_bytes
 from megatron.optimus.platform import device_checks
 from tests.helpers import start_program
 from tests.integration.conftest import TINY, environment

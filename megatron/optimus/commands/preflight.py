@@ -26,7 +26,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -34,9 +33,8 @@ from typing import Any
 from megatron.optimus.checkpoint import commit
 from megatron.optimus.config.duration import last_step
 from megatron.optimus.config.load import Parser, load, whole_number
-from megatron.optimus.config.rank_plan import rank_plans
-from megatron.optimus.config.schema import ConfigError, ParallelConfig, Precision, RunConfig, StateDtype
-from megatron.optimus.models.parameters import num_parameters
+from megatron.optimus.config.schema import ConfigError, RunConfig
+from megatron.optimus.planner.reliability import checkpoint_bytes
 from megatron.optimus.platform import environment, files
 from megatron.optimus.platform.exit_codes import STALLED
 from megatron.optimus.platform.log import print_error, printable
@@ -243,16 +241,6 @@ def check_space(config: RunConfig) -> list[str]:
         f"{full / gib:.4g} GiB, {of_models} of weights of {model / gib:.4g}); free it, lower --save-retain, or name "
         "another folder with --save"
     ]
-
-
-def checkpoint_bytes(config: RunConfig) -> tuple[int, int]:
-    """Bytes of a full checkpoint (fp32 weights and the optimizer's states) and of one of weights only."""
-    numel = num_parameters(rank_plans(replace(config, parallel=ParallelConfig()), 1)[0])
-    options = config.optimizer
-    states = max(options.optimizer.num_states, 2 if options.optimizer.is_for_matrices else 0)
-    width = {StateDtype.FP32: 4, StateDtype.BF16: 2, StateDtype.INT8: 1 + 4 / 256}[options.optimizer_state_dtype]
-    weight = 4 if config.training.params_dtype is Precision.FP32 else 2
-    return int(numel * (4 + states * width)), numel * weight
 
 
 if __name__ == "__main__":
