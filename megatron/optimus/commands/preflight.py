@@ -27,6 +27,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -94,9 +95,9 @@ def run_rank(config: RunConfig, launch: environment.RankEnvironment) -> int:
     devices.set_cpu_threads(launch)
     figures: dict[str, float] = {}
     problems: list[str] = []
-    checks = [lambda check=check: check(device) for check in (check_products, check_memory, check_bandwidth)]
+    checks = [partial(check, device) for check in (check_products, check_memory, check_bandwidth)]
     if launch.local_rank == 0:
-        checks.append(lambda: check_folder(folder_of(config)))
+        checks.append(partial(check_folder, folder_of(config)))
     for check in checks:
         try:
             figures |= check()

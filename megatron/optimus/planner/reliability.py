@@ -3,7 +3,7 @@
 Failures are a Poisson process: a job of N nodes fails N times as often as a node. Three ways to recover are compared;
 what each costs is measured where that was possible here, and marked where it is assumed:
 
-    disk        all processes end and start anew, import, meet and load the newest checkpoint from disk
+    disk        all processes end and start anew, import from a parallel file system, meet and load from disk
     launcher    the launcher has everything imported and forks the ranks; they meet and load from disk
     memory      the state goes to host memory and a buddy node every few steps; a spare loads it from the buddy
 
@@ -139,7 +139,7 @@ def recoveries(
     write = state / min(cost["node_disk_bytes_s"] * nodes, cost["disk_bytes_s"])
     load = state / min(cost["node_load_bytes_s"] * nodes, cost["disk_bytes_s"])
     start = start_seconds(ranks, nodes, costs)
-    meet, imports = start["meet"] + start["groups"], start["imports, staged"]
+    meet, imports = start["meet"] + start["groups"], start["imports, parallel"]
     disk = cost["notice_s"] + cost["launch_s"] + imports + meet + load + cost["build_s"]
     forked = cost["notice_s"] + cost["fork_s"] + meet + load + cost["build_s"]
     buddy = state / nodes / machine.node_bandwidth.value
@@ -243,10 +243,17 @@ def draw(rows: Sequence[Row], title: str, path: Path) -> None:
         axis.plot([row.ranks for row in rows], shares, marker="o", label=f"{first.recovery.name}: model")
     for name, (devices, share) in PUBLISHED.items():
         axis.plot([devices], [100 * share], "k*" if "Llama" in name else "kD", markersize=8)
-        axis.annotate(name, (devices, 100 * share), textcoords="offset points", xytext=(-6, 6), ha="right", fontsize=8)
+        axis.annotate(
+            name,
+            (devices, 100 * share),
+            textcoords="offset points",
+            xytext=(-6, 6 if share > 0.905 else -12),
+            ha="right",
+            fontsize=8,
+        )
     axis.set_xscale("log", base=2)
     axis.set_xticks([row.ranks for row in rows], [f"{row.ranks:,}" for row in rows])
-    axis.set(ylim=(70, 101), xlabel="ranks (published: GPUs)", ylabel="effective time, %", title=title)
+    axis.set(ylim=(60, 101), xlabel="ranks (published: GPUs)", ylabel="effective time, %", title=title)
     axis.grid(alpha=0.3)
     axis.legend(loc="lower left")
     figure.tight_layout()
