@@ -70,7 +70,9 @@ class Checkpoints:
             lambda: RunLock(self._root) if mesh.rank == 0 else None, f"locking {self._root}", CheckpointError
         )
         url = config.checkpoint.checkpoint_mirror
-        self._mirror = Mirror(url) if url is not None and mesh.rank == 0 else None
+        self._mirror = self._ranks.run_on_all_ranks(
+            lambda: Mirror(url) if url is not None and mesh.rank == 0 else None, f"opening {url}", CheckpointError
+        )
         self._last_step = -1  # the step whose save ends the run
         self._saver = Saver(
             self._root,
