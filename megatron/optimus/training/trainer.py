@@ -211,6 +211,7 @@ class Trainer:
         self.last_step = last_step(config.training, self.step, self.consumed_samples)
         self.batch_sizes, self.rates = batch_sizes(config.training), RateSchedule(config.optimizer, config.training)
         self.alerts, is_first = alerts_of(run), run.mesh.rank == 0
+        self.checkpoints.alerts = self.alerts
         self.health = Health(config.optimizer.grad_norm_spike_sigma, speaks=is_first, alerts=self.alerts)
         self.health.restore(self.checkpoints.extra_state)
         self.nonfinite = NonFiniteSource(self.model, run.ranks)
