@@ -280,22 +280,25 @@ def preprocess(
     if not mine:
         return PreprocessReport(merged=False)
     plan.begin([] if overwrite else mine)
-    if isinstance(tokenizer, HuggingFaceTokenizer) and tokenizer.use_fastokens(_sample(mine[0], options)):
-        logger.info("fastokens %s encodes: its ids are those of the tokenizers library", version("fastokens"))
-        options = replace(options, uses_fastokens=True)
+    options = replace(options, uses_fastokens=_can_use_fastokens(tokenizer, mine[0], options))
     report = _process(plan, mine, options, identity, workers, started, show_progress, log_interval)
     return replace(report, seconds=time.monotonic() - started)
 
 
-def _sample(partition: Partition, options: _WorkerOptions) -> list[str]:
-    """Some of the first texts; none where they cannot be read, which the workers will say."""
+def _can_use_fastokens(tokenizer: Tokenizer, partition: Partition, options: _WorkerOptions) -> bool:
+    """Whether fastokens gives the ids of the library for the first texts."""
+    if not isinstance(tokenizer, HuggingFaceTokenizer):
+        return False
     texts: list[str] = []
-    with contextlib.suppress(DataError):
+    with contextlib.suppress(DataError):  # of what cannot be read, which the workers will say
         batch = next(read_batches([partition.source], options.keys, options.max_line_bytes), None)
         documents = [] if batch is None else parse_batch(batch, options.keys, skip_malformed=True).documents
         sizes = accumulate(len(document[0]) for document in documents)
         texts = [document[0] for document, size in zip(documents, sizes, strict=True) if size <= _SAMPLE_CHARACTERS]
-    return texts
+    if not tokenizer.use_fastokens(texts):
+        return False
+    logger.info("fastokens %s encodes: its ids are those of the tokenizers library", version("fastokens"))
+    return True
 
 
 def _plan(
