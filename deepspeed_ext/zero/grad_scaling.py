@@ -104,6 +104,11 @@ class LossScale:
         return self._options.is_dynamic
 
     @property
+    def cur_scale(self) -> float:
+        """DeepSpeed's name for the scale as a number. Waits for the device."""
+        return float(self.scale.item())
+
+    @property
     def minimum(self) -> float:
         """The smallest scale."""
         return self._options.minimum
