@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from deepspeed_ext.groups import world_group
 from deepspeed_ext.optimizers.base import Shard
 from deepspeed_ext.optimizers.states import StoredState, stored_part
-from deepspeed_ext.zero import sharded_state
+from deepspeed_ext.zero import sharded_state, stock_files
 from deepspeed_ext.zero.bucket import Bucket
 from deepspeed_ext.zero.flat_buffer import FlatBuffer
 from deepspeed_ext.zero.grad_scaling import StepState
@@ -60,21 +60,27 @@ class DeepSpeedFiles:
     ) -> None:
         """Restores what ``state_dict`` of the same rank and layout returned, and gathers the parameters. Collective.
 
+        What DeepSpeed's own ZeRO-1 or ZeRO-2 wrote on as many ranks is restored too (stock_files.py).
+
         Args:
             state_dict_list: one entry for each dense rank, of which only this rank's is read.
             load_optimizer_states: also restore states, options of the parameter groups and the step count.
             engine_options: the engine's further arguments, which have no meaning here.
 
         Raises:
-            ValueError: on every rank and before anything has changed, if any entry was written at another layout or by
-                DeepSpeed's own optimizer.
+            ValueError: on every rank and before anything has changed, if any entry was written at another layout, or
+                by DeepSpeed's own optimizer and does not fit.
             RuntimeError: while states are on the host.
         """
         optimizer = self._whole
         optimizer.require_on_device("load_state_dict")
-        own = self._checked(state_dict_list)
+        rank = dist.get_rank(optimizer.groups.dense)
+        own = state_dict_list[rank] if rank < len(state_dict_list) else None
         optimizer.wait_for_params()  # in fp32 they are the masters
-        sharded_state.load_state_dict(optimizer, own, load_optimizer_states)
+        if any(gather(stock_files.is_stock(own), world_group()).values()):
+            stock_files.load(optimizer, own, load_optimizer_states)
+        else:
+            sharded_state.load_state_dict(optimizer, self._checked(state_dict_list), load_optimizer_states)
         optimizer.sync_params_from_master()
 
     def _restore_from_bit16_weights(self) -> None:
