@@ -40,6 +40,9 @@ from deepspeed_ext.zero.sync_errors import (
 
 logger = logging.getLogger("deepspeed_ext")
 
+# Bound here: a program may put our initialize() in the place of deepspeed.initialize (patch.py does).
+_deepspeed_initialize = deepspeed.initialize
+
 OptimizerFactory = Callable[[list[Any]], torch.optim.Optimizer]
 
 
@@ -108,7 +111,7 @@ def initialize(
         in_args = getattr(args, "deepspeed_config", None) is not None
         passed_on |= {"optimizer": optimizer, "model_parameters": model_parameters, "mesh_param": mesh_param}
         passed_on |= {"config": None if in_args else config}  # DeepSpeed refuses one given twice
-        return deepspeed.initialize(distributed_port=distributed_port, **passed_on)
+        return _deepspeed_initialize(distributed_port=distributed_port, **passed_on)
     engine = _build_engine(optimizer, model_parameters, config, groups, passed_on)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 

@@ -23,7 +23,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from deepspeed_ext.groups import ZeroGroups, expert_group_name, ranks_of, world_group
-from deepspeed_ext.torch_files import OpaqueObject, check_bytes, read_torch
+from deepspeed_ext.torch_files import check_bytes, read_torch
+from deepspeed_ext.zero.grad_scaling import loss_scale_state
 from deepspeed_ext.zero.optimizer import EPZeroOptimizer
 from deepspeed_ext.zero.sharded_state import StateShard
 from deepspeed_ext.zero.sync_errors import gather, run_on_all_ranks
@@ -169,23 +170,6 @@ def _load_general(optimizer: EPZeroOptimizer, general: Mapping[str, Any]) -> Non
         for group, options in zip(optimizer.param_groups, saved, strict=True):
             group.update({key: options[key] for key in options.keys() & group.keys() - {"params"}})
     optimizer.loss_scale_state = loss_scale_state(general.get("loss_scaler"))
-
-
-def loss_scale_state(scaler: Any) -> dict[str, float] | None:
-    """Converts DeepSpeed's dynamic loss scaler, read as an OpaqueObject, to ``EPZeroOptimizer.loss_scale_state``.
-
-    Returns None for anything else.
-    """
-    numbers = dict(vars(scaler)) if isinstance(scaler, OpaqueObject) else {}
-    if "cur_hysteresis" not in numbers:
-        return None
-    window = int(numbers["scale_window"])
-    clean = int(numbers["cur_iter"]) - int(numbers["last_overflow_iter"]) - 1
-    return {
-        "scale": float(numbers["cur_scale"]),
-        "clean_steps": float(clean if clean <= window else (clean - 1) % window + 1),
-        "hysteresis_left": float(numbers["cur_hysteresis"]),
-    }
 
 
 def load_engine(engine: Any, folder: Path, *, load_counters: bool, load_scheduler: bool) -> dict[str, Any]:

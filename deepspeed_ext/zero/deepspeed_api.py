@@ -7,7 +7,7 @@ parameter itself, which ``attach`` puts there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -15,10 +15,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from deepspeed_ext.groups import world_group
+from deepspeed_ext.optimizers.base import Shard
 from deepspeed_ext.optimizers.states import StoredState, stored_part
-from deepspeed_ext.zero import sharded_state
+from deepspeed_ext.zero import sharded_state, stock_files
 from deepspeed_ext.zero.bucket import Bucket
 from deepspeed_ext.zero.flat_buffer import FlatBuffer
+from deepspeed_ext.zero.grad_scaling import StepState
 from deepspeed_ext.zero.partition import TensorRange
 from deepspeed_ext.zero.sync_errors import gather, run_on_all_ranks
 
@@ -58,21 +60,27 @@ class DeepSpeedFiles:
     ) -> None:
         """Restores what ``state_dict`` of the same rank and layout returned, and gathers the parameters. Collective.
 
+        What DeepSpeed's own ZeRO-1 or ZeRO-2 wrote on as many ranks is restored too (stock_files.py).
+
         Args:
             state_dict_list: one entry for each dense rank, of which only this rank's is read.
             load_optimizer_states: also restore states, options of the parameter groups and the step count.
             engine_options: the engine's further arguments, which have no meaning here.
 
         Raises:
-            ValueError: on every rank and before anything has changed, if any entry was written at another layout or by
-                DeepSpeed's own optimizer.
+            ValueError: on every rank and before anything has changed, if any entry was written at another layout, or
+                by DeepSpeed's own optimizer and does not fit.
             RuntimeError: while states are on the host.
         """
         optimizer = self._whole
         optimizer.require_on_device("load_state_dict")
-        own = self._checked(state_dict_list)
+        rank = dist.get_rank(optimizer.groups.dense)
+        own = state_dict_list[rank] if rank < len(state_dict_list) else None
         optimizer.wait_for_params()  # in fp32 they are the masters
-        sharded_state.load_state_dict(optimizer, own, load_optimizer_states)
+        if any(gather(stock_files.is_stock(own), world_group()).values()):
+            stock_files.load(optimizer, own, load_optimizer_states)
+        else:
+            sharded_state.load_state_dict(optimizer, self._checked(state_dict_list), load_optimizer_states)
         optimizer.sync_params_from_master()
 
     def _restore_from_bit16_weights(self) -> None:
@@ -119,6 +127,31 @@ class DeepSpeedFiles:
         self._whole.sync_params_from_master()
 
 
+class InnerState(Mapping[str, Any]):
+    """What ``engine.optimizer.optimizer.state[master]`` shows: a shard's live states, and torch's ``step``.
+
+    Reading ``step`` waits for the device.
+
+    Args:
+        shard: whose states.
+        counts: the object whose ``applied`` is the number of steps.
+    """
+
+    def __init__(self, shard: Shard, counts: StepState) -> None:
+        self._shard, self._counts = shard, counts
+
+    def __getitem__(self, kind: str) -> Any:
+        if kind == "step":
+            return torch.tensor(float(self._counts.applied))
+        return self._shard.state[kind]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(("step", *self._shard.state))
+
+    def __len__(self) -> int:
+        return 1 + len(self._shard.state)
+
+
 class _FullParam:
     """Access to whole masters, states and gradients of one parameter.
 
@@ -127,6 +160,7 @@ class _FullParam:
         name: the parameter's.
         divisor: of summed gradients.
         has_gradients: whether gradients have been reduced since the last step.
+        local_gradient: returns this rank's gradient of a parameter before it is reduced, or None.
         require: is called with what is to be done; raises while states are on the host, and waits for parameters.
     """
 
@@ -136,8 +170,10 @@ class _FullParam:
         name: str,
         divisor: float,
         has_gradients: Callable[[], bool],
+        local_gradient: Callable[[nn.Parameter], Tensor | None],
         require: Callable[[str], None],
     ) -> None:
+        self._local_gradient = local_gradient
         self._flat_buffer, self._name = flat_buffer, name
         self._divisor, self._has_gradients, self._require = divisor, has_gradients, require
 
@@ -171,15 +207,17 @@ class _FullParam:
     def get_full_hp_grad(self) -> Tensor | None:
         """Returns the mean gradient in fp32, multiplied by the loss scale. Collective over the parameter's group.
 
-        None before it is reduced, and after the step.
+        Before it is reduced, inside ``no_sync()`` for one, this rank's own gradient as in stock DeepSpeed; None before
+        the first backward of a step.
         """
+        self._require("access to gradients")
         if not self._has_gradients():
-            return None
+            return self._local_gradient(self._flat_buffer.params[self._name])
         return self._gather(lambda bucket, part: bucket.finish_gradient()[part.where]) / self._divisor
 
     @torch.no_grad()
     def set_full_hp_grad(self, value: Tensor) -> None:
-        """Sets what this rank owns of the mean gradient. Raises RuntimeError where ``get_full_hp_grad`` gives None."""
+        """Sets what this rank owns of the mean gradient. Raises RuntimeError before it is reduced."""
         if not self._has_gradients():
             raise RuntimeError(f"{self._name!r} has no reduced gradient to set: call this after the last backward")
         flat = value.reshape(-1)
@@ -219,12 +257,13 @@ def attach(
     flat_buffers: Sequence[FlatBuffer],
     divisor: float,
     has_gradients: Callable[[], bool],
+    local_gradient: Callable[[nn.Parameter], Tensor | None],
     require: Callable[[str], None],
 ) -> None:
     """Gives every parameter what DeepSpeed's ``safe_get_full_*`` look for; arguments as of ``_FullParam``."""
     for flat_buffer in flat_buffers:
         for name, param in flat_buffer.params.items():
-            full = _FullParam(flat_buffer, name, divisor, has_gradients, require)
+            full = _FullParam(flat_buffer, name, divisor, has_gradients, local_gradient, require)
             param._hp_mapping = None  # type: ignore[attr-defined]
             for method in _METHODS:
                 setattr(param, method, getattr(full, method))

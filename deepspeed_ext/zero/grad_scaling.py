@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -104,6 +105,11 @@ class LossScale:
         return self._options.is_dynamic
 
     @property
+    def cur_scale(self) -> float:
+        """DeepSpeed's name for the scale as a number. Waits for the device."""
+        return float(self.scale.item())
+
+    @property
     def minimum(self) -> float:
         """The smallest scale."""
         return self._options.minimum
@@ -143,6 +149,23 @@ class LossScale:
             self.scale = torch.full_like(self.scale, state["scale"])
             self._clean = torch.full_like(self.scale, state["clean_steps"])
             self._left = torch.full_like(self.scale, state["hysteresis_left"])
+
+
+def loss_scale_state(scaler: Any) -> dict[str, float] | None:
+    """Converts DeepSpeed's dynamic loss scaler to ``EPZeroOptimizer.loss_scale_state``.
+
+    Returns None for anything else.
+    """
+    numbers = dict(getattr(scaler, "__dict__", {}))
+    if "cur_hysteresis" not in numbers:
+        return None
+    window = int(numbers["scale_window"])
+    clean = int(numbers["cur_iter"]) - int(numbers["last_overflow_iter"]) - 1
+    return {
+        "scale": float(numbers["cur_scale"]),
+        "clean_steps": float(clean if clean <= window else (clean - 1) % window + 1),
+        "hysteresis_left": float(numbers["cur_hysteresis"]),
+    }
 
 
 # ---- what a step decides

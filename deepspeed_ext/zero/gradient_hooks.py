@@ -394,6 +394,22 @@ class GradientReducer:
 
     # ---- around the step
 
+    @torch.no_grad()
+    def local_gradient(self, param: nn.Parameter) -> Tensor | None:
+        """Returns this rank's sum over the backwards since the last step, before any reduction; None without one.
+
+        Of the parameter's shape, fp32. In stage 1 only: stage 2 reduces every backward.
+        """
+        [own] = [state for state in self._params if state.param is param]
+        if not own.buckets or not all(own in state.filled for state in own.buckets):
+            return None
+        flat = torch.empty(param.numel(), dtype=torch.float32, device=param.device)
+        for state in own.buckets:
+            assert state.bucket.storage is not None
+            part = state.ranges[own]
+            flat[part.start : part.stop] = state.bucket.storage[part.where]
+        return flat.view(param.shape)
+
     def check_all_sent(self) -> None:
         """Records an error where stage 2 holds gradients that no reduction took. Called before a step."""
         for state in self._queue:

@@ -120,7 +120,11 @@ class EPZeroOptimizer(DeepSpeedFiles, ZeROOptimizer):
         self._init_engine_attributes()
         self._host = HostStates(self.flat_buffers, self._reducer.settle_buffers)
         self.require_on_device = self._host.require
-        deepspeed_api.attach(self.flat_buffers, divisor, lambda: self._reduced, self._require_at_rest)
+        deepspeed_api.attach(
+            self.flat_buffers, divisor, lambda: self._reduced, self._reducer.local_gradient, self._require_at_rest
+        )
+        for bucket in self._param_gather.buckets:  # type: ignore[assignment]
+            optimizer.state[bucket.shard.master] = deepspeed_api.InnerState(bucket.shard, self._state)
 
     def _init_engine_attributes(self) -> None:
         """Sets what DeepSpeed's engine reads, and the norms to clip and to skip above, which may change every step."""

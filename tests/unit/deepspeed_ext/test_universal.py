@@ -10,8 +10,8 @@ import torch
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 
 from deepspeed_ext.torch_files import OpaqueObject, read_torch
-from deepspeed_ext.universal import locate, loss_scale_state
-from deepspeed_ext.zero.grad_scaling import LossScale
+from deepspeed_ext.universal import locate
+from deepspeed_ext.zero.grad_scaling import LossScale, loss_scale_state
 from deepspeed_ext.zero.options import LossScaleOptions
 
 
