@@ -69,11 +69,15 @@ def global_norm(shards: Sequence[Tensor], device: torch.device, groups: Sequence
     Returns:
         0-dim fp64, with the same bits on every rank.
     """
-    total = total_of_squares(shards, device)
+    return summed_over(total_of_squares(shards, device), groups)[0].sqrt()
+
+
+def summed_over(totals: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:
+    """Sums ``totals`` over the ranks of each group, one after the other, in place. Collective over each."""
     for group in groups:
         if dist.get_world_size(group) > 1:
-            dist.all_reduce(total, group=group)
-    return total[0].sqrt()
+            dist.all_reduce(totals, group=group)
+    return totals
 
 
 # ---- the loss scale
@@ -191,9 +195,7 @@ class StepState:
                 ``check_grad_overflow``.
         """
         options = self._options
-        divisor: float | Tensor = self._divisor
-        if self.loss_scale is not None:
-            divisor = self.loss_scale.scale * divisor
+        divisor = self.divisor
         norm = (summed_norm / divisor).to(torch.float32)
         overflowed = (norm - norm) != 0.0  # of inf and NaN the difference is NaN; isfinite() is four kernels
         factor: float | Tensor = 1.0
@@ -222,6 +224,11 @@ class StepState:
         skip = ((summed_norm - summed_norm) != 0.0).to(torch.float32)
         scale = torch.where(skip != 0, self._zero, 1.0 / (self._divisor * scale + self._zero))
         return StepScalars(scale=scale, skip=skip, step=self._applied + 1.0)
+
+    @property
+    def divisor(self) -> Tensor | float:
+        """What the summed gradients of the next step are divided by, the loss scale included."""
+        return self._divisor if self.loss_scale is None else self.loss_scale.scale * self._divisor
 
     # ---- one step late, without waiting for the device's queue
 

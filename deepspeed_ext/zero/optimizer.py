@@ -33,11 +33,11 @@ from deepspeed_ext.groups import ZeroGroups, expert_group_name, ranks_of
 from deepspeed_ext.optimizers import shard_optimizer_for
 from deepspeed_ext.optimizers.base import CurvatureOptimizer, MatrixOptimizer, StepScalars
 from deepspeed_ext.optimizers.whole_tensors import TensorOptimizer, run_in_rounds
-from deepspeed_ext.zero import deepspeed_api, sharded_state
+from deepspeed_ext.zero import deepspeed_api, gradient_noise, sharded_state
 from deepspeed_ext.zero.bucket import Bucket
 from deepspeed_ext.zero.deepspeed_api import DeepSpeedFiles
 from deepspeed_ext.zero.flat_buffer import FlatBuffer, build_flat_buffers, norm_groups
-from deepspeed_ext.zero.grad_scaling import StepState, global_norm
+from deepspeed_ext.zero.grad_scaling import StepState, global_norm, summed_over, total_of_squares
 from deepspeed_ext.zero.gradient_hooks import GradientReducer
 from deepspeed_ext.zero.offload import HostStates
 from deepspeed_ext.zero.options import ZeroOptions
@@ -112,6 +112,7 @@ class EPZeroOptimizer(DeepSpeedFiles, ZeROOptimizer):
         divisor = dist.get_world_size(groups.dense) if self.options.average else 1
         self._state = StepState(self.device, divisor, self.options)
         self._copies: list[StateShard] = []  # returned by state_shards, with copies of states not kept in fp32
+        self.gradient_noise: Tensor | None = None  # of the last step, fp64 [groups, 2], see gradient_noise.py
         self._further_sums: list[tuple[Bucket, dist.ProcessGroup]] = []
         self._reduced = False
         self.has_begun = False  # a backward has begun, or is about to, since the last step
@@ -251,6 +252,10 @@ class EPZeroOptimizer(DeepSpeedFiles, ZeROOptimizer):
             )
         self._further_sums += [(bucket, group) for bucket in flat_buffer.buckets]
 
+    def measure_ranks_only(self) -> None:
+        """Measures the gradient noise between ranks alone: pipelines mix the backwards of micro-batches. Local."""
+        self._reducer.measures_micro_batches = False
+
     @contextmanager
     def hold_reductions(self) -> Iterator[None]:
         """Makes backwards inside only accumulate, whatever the boundary (the engine's ``no_sync``)."""
@@ -326,7 +331,13 @@ class EPZeroOptimizer(DeepSpeedFiles, ZeROOptimizer):
         self.finish_reduction()
         counted = [b.shard.grad for f in self.flat_buffers if f.in_norm for b in f.buckets]
         terms = self._errors.norm_terms()
-        return global_norm(counted + terms, self.device, self._norm_groups), terms
+        if not self.options.measure_gradient_noise:
+            return global_norm(counted + terms, self.device, self._norm_groups), terms
+        # In the norm's all-reduce: a measured step has no further message.
+        own = gradient_noise.partial_sums(self.flat_buffers, self._reducer.units(), self.param_groups, self.device)
+        totals = summed_over(torch.cat([total_of_squares(counted + terms, self.device), own]), self._norm_groups)
+        self.gradient_noise = totals[1:].view(-1, 2) / self._state.divisor**2
+        return totals[0].sqrt(), terms
 
     def _forget_gradients(self) -> None:
         self._reducer.reset_after_step()

@@ -563,6 +563,9 @@ class LoggingConfig:
     device_peak_tflops: float | None = option(
         None, "dense peak of a device in params_dtype, for MFU; default: by the device's name, if known"
     )
+    log_gradient_noise_scale: bool = option(
+        False, "measure the gradient noise scale, the batch size in sequences beyond which steps gain little"
+    )
     straggler_check_interval: int = option(
         0, "steps between checks for slow devices, by timing the same GEMMs on all, also at the start; 0: never"
     )

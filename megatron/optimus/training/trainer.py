@@ -55,6 +55,7 @@ from megatron.optimus.training.logging import (
 )
 from megatron.optimus.training.lr_schedule import RateSchedule
 from megatron.optimus.training.metrics import StepMetrics
+from megatron.optimus.training.noise_scale import GradientNoiseScale
 from megatron.optimus.training.nonfinite import NonFiniteSource
 from megatron.optimus.training.pipeline_schedule import Schedule, build_schedule
 from megatron.optimus.training.profiling import StepProfiler
@@ -77,6 +78,7 @@ class StepResult:
     skipped: bool  # the update was left out: the gradient norm was not finite or far too large
     expert_load_LE: list[list[int]]  # slots per expert, of the layers that have experts
     stop_requested: bool  # a rank was asked to end the run; the same on all
+    gradient_noise: list[float] = dataclasses.field(default_factory=list)  # as ``engine.step_outcome`` has it
 
 
 class PendingResult:
@@ -88,10 +90,10 @@ class PendingResult:
     def read(self) -> StepResult:
         """Waits until the device has done the step, not for what was queued later."""
         [outcome], totals = self._outcome.read(), self._totals.read()
-        grad_norm, skipped = outcome.tolist()
+        grad_norm, skipped, *noise = outcome.tolist()
         load_LE = totals.tensor.long().view(-1, self._num_experts).tolist() if self._num_experts else []
         [stop] = totals.host_values
-        return StepResult(totals.metrics, grad_norm, bool(skipped), load_LE, stop > 0)
+        return StepResult(totals.metrics, grad_norm, bool(skipped), load_LE, stop > 0, noise)
 
 
 @needs_memory("a training step")
@@ -213,6 +215,8 @@ class Trainer:
         self.alerts, is_first = alerts_of(run), run.mesh.rank == 0
         self.health = Health(config.optimizer.grad_norm_spike_sigma, speaks=is_first, alerts=self.alerts)
         self.health.restore(self.checkpoints.extra_state)
+        self.noise_scale = GradientNoiseScale()
+        self.noise_scale.restore(self.checkpoints.extra_state)
         self.nonfinite = NonFiniteSource(self.model, run.ranks)
         self.recorder, self.clock = Recorder(run.ranks), StepClock(run.device)
         self.sampler: StepSampler | None = None  # while steps are compared over the ranks
@@ -432,7 +436,7 @@ class Trainer:
             is_saved = is_exiting or _is_due(self.step, self.config.checkpoint.save_interval)
             marks = self.health.marks(is_saved=is_saved)
             state = self.checkpoints.extra_state
-            state |= self.health.to_json() | {LINES_FIELD: self.data.fingerprints, WARNINGS_FIELD: marks}
+            state |= self.health.to_json() | self.noise_scale.to_json() | {LINES_FIELD: self.data.fingerprints, WARNINGS_FIELD: marks}
             if not marks:
                 del state[WARNINGS_FIELD]
             heartbeat.beat("saving a checkpoint")
@@ -443,6 +447,7 @@ class Trainer:
         """The numbers of a step, as they are logged."""
         training, model = self.config.training, self.config.model
         recorded, load_LE = dict(result.metrics), result.expert_load_LE
+        recorded |= self.noise_scale.observe(result.gradient_noise, queued.samples, skipped=result.skipped)
         seconds = queued.time.seconds
         tokens = queued.samples * training.seq_length / self.run.mesh.layout.world_size
         flops = flops_per_token(model, training.seq_length)
