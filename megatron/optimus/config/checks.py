@@ -505,7 +505,7 @@ def sophia_batch_fits(config: RunConfig, world_size: int) -> str | None:
 
 
 def noise_scale_is_measurable(config: RunConfig, world_size: int) -> str | None:
-    """``log_gradient_noise_scale`` compares data-parallel ranks or micro-batches, which its optimizer must see apart."""
+    """``log_gradient_noise_scale`` compares data-parallel ranks or micro-batches, of which a step must have two."""
     if not config.logging.log_gradient_noise_scale:
         return None
     optimizer, parallel, name = config.optimizer, config.parallel, "log_gradient_noise_scale=True"
@@ -519,7 +519,9 @@ def noise_scale_is_measurable(config: RunConfig, world_size: int) -> str | None:
     if ranks > 1 or (stages == 1 and gradient_accumulation_steps(config, world_size) > 1):
         return None
     if stages > 1:
-        return f"{name} with pipeline stages compares data-parallel ranks, and this run has one; use more, or leave it out"
+        return (
+            f"{name} with pipeline stages compares data-parallel ranks, and this run has one; use more, or leave it out"
+        )
     return (
         f"{name} compares micro-batches or data-parallel ranks, and a step has one of each; use a "
         f"global_batch_size above {config.training.global_batch_size}, or a smaller micro_batch_size"

@@ -202,6 +202,8 @@ def build_engine(run: RunContext, model: Decoder) -> Engine:
         config=deepspeed_config(config, gradient_accumulation_steps(config, run.mesh.layout.world_size)),
         groups=_groups(model, run.mesh),
     )
+    if config.optimizer.ema_decay is not None:
+        engine.optimizer.keep_average(evaluates=config.optimizer.evaluate_ema)
     return engine
 
 
@@ -289,6 +291,12 @@ def set_micro_batches(engine: Engine, count: int) -> None:
     engine.micro_steps = 0
 
 
+def update_average(engine: Engine, config: OptimizerConfig, step: int) -> None:
+    """Updates the moving average of the weights where it is due after ``step``. Local; waits for nothing."""
+    if config.ema_decay is not None and step % config.ema_interval == 0:
+        engine.optimizer.update_average(1 - config.ema_decay**config.ema_interval)
+
+
 def update_curvature(engine: Engine, num_labels: Tensor | float) -> None:
     """Ends a backward of sampled labels, over ``num_labels`` of the global batch, in the place of ``engine.step()``."""
     engine.optimizer.update_curvature(num_labels)
@@ -298,7 +306,8 @@ def update_curvature(engine: Engine, num_labels: Tensor | float) -> None:
 def step_outcome(engine: Engine) -> Tensor:
     """Gradient norm of the last step, 1.0 if the step was skipped, and what was measured of its noise: float64 [2 + n].
 
-    The noise is |G|^2 and tr(Sigma) / B of each of NOISE_GROUPS where ``log_gradient_noise_scale`` asks for it. It is on the device, without waiting for it; with zero_stage=3 it is on the host.
+    The noise is |G|^2 and tr(Sigma) / B of each of NOISE_GROUPS where ``log_gradient_noise_scale`` asks for it. It is
+    on the device, without waiting for it; with zero_stage=3 it is on the host.
     """
     optimizer = engine.optimizer
     if isinstance(optimizer, deepspeed_ext.EPZeroOptimizer):

@@ -52,6 +52,7 @@ class GradientNoiseScale:
     def restore(self, kept: Mapping[str, Any]) -> None:
         """Takes what ``to_json`` gave from a checkpoint's metadata, where it is there."""
         values = kept.get(FIELD)
-        if isinstance(values, list) and len(values) == len(self._averages):
-            if all(isinstance(value, int | float) and math.isfinite(value) for value in values):
-                self._averages = [float(value) for value in values]
+        kept_values = values if isinstance(values, list) else []
+        numbers = [float(value) for value in kept_values if isinstance(value, int | float) and math.isfinite(value)]
+        if len(numbers) == len(kept_values) == len(self._averages):
+            self._averages = numbers

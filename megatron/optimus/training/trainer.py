@@ -43,7 +43,14 @@ from megatron.optimus.training.alerts import NO_ALERTS, SLOW_RANK, alerts_of
 from megatron.optimus.training.checkpointing import Checkpoints
 from megatron.optimus.training.curvature import estimate_curvature, is_due
 from megatron.optimus.training.data import build_data, check_unchanged, labels_per_micro_batch, num_labels
-from megatron.optimus.training.engine import Engine, build_engine, build_model, step_outcome
+from megatron.optimus.training.engine import (
+    Engine,
+    build_engine,
+    build_model,
+    step_outcome,
+    training_state,
+    update_average,
+)
 from megatron.optimus.training.evaluate import SetLoss, bytes_of_tokens, evaluate_sets, loss_over
 from megatron.optimus.training.health import Health, NumericError, TrainingError, check_devices
 from megatron.optimus.training.logging import (
@@ -211,7 +218,8 @@ class Trainer:
             check_unchanged(run, self.data, self.checkpoints.data_files_before)
         self.first_step = self.step
         self.last_step = last_step(config.training, self.step, self.consumed_samples)
-        self.batch_sizes, self.rates = batch_sizes(config.training), RateSchedule(config.optimizer, config.training)
+        self.batch_sizes = batch_sizes(config.training)
+        self.rates = RateSchedule(config.optimizer, config.training, self.checkpoints.batch_factor)
         self.alerts, is_first = alerts_of(run), run.mesh.rank == 0
         self.health = Health(config.optimizer.grad_norm_spike_sigma, speaks=is_first, alerts=self.alerts)
         self.health.restore(self.checkpoints.extra_state)
@@ -299,6 +307,7 @@ class Trainer:
                 after_backward=self.nonfinite.end_step,
             )
             queued = self._count_step(result, lr)
+            update_average(self.engine, self.config.optimizer, self.step)
             profiler.after(self.step)
 
             # Log the step before this one while the device is at this one; log this one too where something needs it.
@@ -384,7 +393,7 @@ class Trainer:
                 valid_losses = {name: one.loss for name, one in found.items()}
                 bits = {name: one.bits_per_byte for name, one in found.items() if one.bits_per_byte is not None}
             if asks and self.tasks is not None:
-                with self.clock.pause():
+                with self.clock.pause(), training_state(self.engine).averaged_parameters():
                     scores = self.tasks.evaluate(self.model, self.step, self.checkpoints.extra_state) or None
         except DataError as error:
             unreadable = error
@@ -436,7 +445,11 @@ class Trainer:
             is_saved = is_exiting or _is_due(self.step, self.config.checkpoint.save_interval)
             marks = self.health.marks(is_saved=is_saved)
             state = self.checkpoints.extra_state
-            state |= self.health.to_json() | self.noise_scale.to_json() | {LINES_FIELD: self.data.fingerprints, WARNINGS_FIELD: marks}
+            state |= (
+                self.health.to_json()
+                | self.noise_scale.to_json()
+                | {LINES_FIELD: self.data.fingerprints, WARNINGS_FIELD: marks}
+            )
             if not marks:
                 del state[WARNINGS_FIELD]
             heartbeat.beat("saving a checkpoint")
