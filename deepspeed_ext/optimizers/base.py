@@ -70,7 +70,8 @@ class StepScalars:
     def of(cls, device: torch.device, step: int, scale: float = 1.0, skip: bool = False) -> StepScalars:
         """Copies values of the host to ``device``."""
         values = torch.tensor([scale, float(skip), float(step)], dtype=torch.float32, device=device)
-        return cls(*values.unbind(), lambda: step)
+        scale_, skip_, step_ = values.unbind()
+        return cls(scale_, skip_, step_, lambda: step)
 
     @cached_property
     def host_step(self) -> int:

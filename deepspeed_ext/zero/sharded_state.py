@@ -324,6 +324,9 @@ class Stage3States:
     def restart_states(self) -> None:
         """Does nothing: the states begin with the first step."""
 
+    def restart_average(self) -> None:
+        """Does nothing: no moving average is kept."""
+
     def averaged_parameters(self) -> AbstractContextManager[None]:
         """Does nothing: Adam trains with the weights that it keeps."""
         return nullcontext()

@@ -68,9 +68,9 @@ def check_ema(config: OptimizerConfig) -> None:
     """Raises ConfigError for a moving average of the weights that cannot be, or options of one that is not kept."""
     decay = config.ema_decay
     if decay is None:
-        for name in ("ema_interval", "evaluate_ema"):
+        for name, default in (("ema_interval", 1), ("evaluate_ema", False)):
             value = getattr(config, name)
-            require(value in (1, False), f"{name}={value} is for a moving average; set ema_decay, or leave it out")
+            require(value == default, f"{name}={value} is for a moving average; set ema_decay, or leave it out")
         return
     require(0 < decay < 1, f"ema_decay={decay} is out of range; use 0 < ema_decay < 1, such as 0.999")
     require(
