@@ -18,6 +18,7 @@ from deepspeed_ext.zero.options import DEFAULT_BUCKET_NUMEL, LossScaleOptions, Z
 
 # Keys of the section "deepspeed_ext", each a field of ZeroOptions. A value must have the type of the one given here.
 _OWN_OPTIONS = {"overlap_param_gather": False, "clip_after_steps": 0, "reduce_each_micro_batch": False}
+_OWN_OPTIONS |= {"measure_gradient_noise": False}
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _DTYPES |= {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -81,7 +82,7 @@ def zero_options(config: Mapping[str, Any]) -> ZeroOptions:
         config: DeepSpeed's keys zero_optimization.{stage, reduce_bucket_size, overlap_comm}, gradient_clipping,
             data_types.grad_accum_dtype, communication_data_type and bf16.check_grad_overflow (absent: 2^26 elements,
             overlap, norm 1, fp32, fp32, true); section "fp16": the loss scale; section "deepspeed_ext":
-            overlap_param_gather, clip_after_steps and reduce_each_micro_batch.
+            overlap_param_gather, clip_after_steps, reduce_each_micro_batch and measure_gradient_noise.
 
     Raises:
         ValueError: an unknown key in the section "deepspeed_ext", a value of the wrong type or out of range, "auto", or

@@ -19,6 +19,8 @@ from torch import Tensor
 
 from deepspeed_ext.optimizers import states
 
+AVERAGE = "ema"  # kind of the average in checkpoints
+
 
 @dataclass
 class Shard:
@@ -33,12 +35,19 @@ class Shard:
         param: fp32, bf16 or fp16 [n], this rank's slice of the model's parameters, where the new values are written. It
             is ``master`` itself for fp32 parameters.
         state: tensors made by ``ShardOptimizer.new_state``.
+        average: fp32 [n], a moving average of ``master`` (``EPZeroOptimizer.keep_average``); None: none is kept.
     """
 
     master: Tensor
     grad: Tensor
     param: Tensor
     state: dict[str, Tensor] = field(default_factory=dict)
+    average: Tensor | None = None
+
+    @property
+    def kept(self) -> dict[str, Tensor]:
+        """The states and the average by name, as files keep them beside the master."""
+        return self.state if self.average is None else {**self.state, AVERAGE: self.average}
 
 
 @dataclass(frozen=True)
@@ -49,22 +58,29 @@ class StepScalars:
         scale: factor on the gradient, clip coefficient / (gradient divisor * loss scale).
         skip: 1.0 if the gradient norm was not finite, then nothing at all may change; else 0.0.
         step: number of this step if it is applied, 1 for the first.
+        read_host_step: returns ``step`` on the host; ``host_step`` calls it once.
     """
 
     scale: Tensor
     skip: Tensor
     step: Tensor
+    read_host_step: Callable[[], int]
 
     @classmethod
     def of(cls, device: torch.device, step: int, scale: float = 1.0, skip: bool = False) -> StepScalars:
         """Copies values of the host to ``device``."""
         values = torch.tensor([scale, float(skip), float(step)], dtype=torch.float32, device=device)
-        return cls(*values.unbind())
+        scale_, skip_, step_ = values.unbind()
+        return cls(scale_, skip_, step_, lambda: step)
 
     @cached_property
     def host_step(self) -> int:
-        """``step`` on the host. Waits for the device: for optimizers that do something in every n-th step only."""
-        return int(self.step.item())
+        """``step`` on the host, for optimizers that do something in every n-th step only.
+
+        It follows from what the steps before did: the device, which is at this step's forward or backward, is not
+        waited for.
+        """
+        return self.read_host_step()
 
 
 class ShardOptimizer(ABC):

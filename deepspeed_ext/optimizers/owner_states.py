@@ -42,7 +42,7 @@ class OwnerOptimizer(MatrixOptimizer):
             grads_BMN: fp32 gradients, clipped and averaged; zero in a skipped step.
             states: fp32 [B, ...] by name.
             options: the parameter group.
-            scalars: of the step; reading ``host_step`` waits for the device.
+            scalars: of the step; what is done in every n-th step alone goes by ``host_step``.
 
         Returns:
             The updates [B, M, N], which are subtracted times the learning rate, and the states that change.

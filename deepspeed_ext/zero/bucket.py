@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from deepspeed_ext.optimizers.base import Shard
+from deepspeed_ext.zero.gradient_noise import GradientUnit
 from deepspeed_ext.zero.options import ZeroOptions
 from deepspeed_ext.zero.partition import BucketLayout, TensorRange
 
@@ -185,12 +186,12 @@ class BucketState:
     ``ranges`` has an entry for each parameter in the bucket. ``copied_together`` are those that lie in no other bucket
     and whose gradients come in ``param.grad``: one multi-tensor copy moves them all. ``moved_singly`` come in
     ``main_grad`` or lie in several buckets. ``filled`` are the parameters whose gradients the storage holds since it
-    was opened.
+    was opened. ``unit`` is the noise measurement of the present step (gradient_noise.py).
     """
 
     __slots__ = (
         *("arrivals", "bucket", "buffer", "expected", "filled", "is_complete", "is_known"),
-        *("is_launched", "copied_together", "moved_singly", "params", "ranges", "_places"),
+        *("is_launched", "copied_together", "moved_singly", "params", "ranges", "unit", "_places"),
     )
 
     def __init__(self, bucket: Bucket) -> None:
@@ -205,6 +206,7 @@ class BucketState:
         self.expected = 0  # gradients of all its parameters in one backward
         self.is_complete = False  # all expected gradients have arrived and are in storage
         self.is_launched = False  # in this backward
+        self.unit = GradientUnit()
         self.is_known = False  # a backward has shown how often its gradients arrive
         self._places: dict[int, tuple[dict[ParamState, Tensor], list[Tensor]]] = {}
 

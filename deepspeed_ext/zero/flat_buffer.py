@@ -177,7 +177,7 @@ class FlatBuffer:
 
     def state_tensors(self) -> list[Tensor]:
         """Returns all states of the optimizer on this rank."""
-        of_shards = [tensor for bucket in self.buckets for tensor in bucket.shard.state.values()]
+        of_shards = [tensor for bucket in self.buckets for tensor in bucket.shard.kept.values()]
         of_matrices = [] if self.exchange is None else self.exchange.state_tensors()
         return of_shards + [tensor for states in of_matrices for tensor in states.values()]
 
@@ -217,7 +217,7 @@ class FlatBuffer:
     def memory_bytes(self) -> dict[str, int]:
         """Returns bytes by kind, as ``EPZeroOptimizer.memory_bytes``."""
         full = 0 if self.grad_buffer is None else self.grad_buffer.nbytes
-        flat_states = sum(tensor.nbytes for bucket in self.buckets for tensor in bucket.shard.state.values())
+        flat_states = sum(tensor.nbytes for bucket in self.buckets for tensor in bucket.shard.kept.values())
         states = sum(tensor.nbytes for tensor in self.state_tensors())
         shared = sum(tensor.nbytes for tensor in self.tensor_state.values())
         unowned = sum(

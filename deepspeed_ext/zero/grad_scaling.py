@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -70,11 +70,15 @@ def global_norm(shards: Sequence[Tensor], device: torch.device, groups: Sequence
     Returns:
         0-dim fp64, with the same bits on every rank.
     """
-    total = total_of_squares(shards, device)
+    return summed_over(total_of_squares(shards, device), groups)[0].sqrt()
+
+
+def summed_over(totals: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:
+    """Sums ``totals`` over the ranks of each group, one after the other, in place. Collective over each."""
     for group in groups:
         if dist.get_world_size(group) > 1:
-            dist.all_reduce(total, group=group)
-    return total[0].sqrt()
+            dist.all_reduce(totals, group=group)
+    return totals
 
 
 # ---- the loss scale
@@ -194,6 +198,7 @@ class StepState:
         self._skip = torch.zeros((), dtype=torch.float32, device=device)
         self._norm: Tensor | None = None
         self._report = _Report(device)
+        self._applied_on_host: int | None = 0  # None: as the last report says
         self.settled_skips = 0  # skipped steps that the host knows of
         self._has_warned = False
 
@@ -214,9 +219,7 @@ class StepState:
                 ``check_grad_overflow``.
         """
         options = self._options
-        divisor: float | Tensor = self._divisor
-        if self.loss_scale is not None:
-            divisor = self.loss_scale.scale * divisor
+        divisor = self.divisor
         norm = (summed_norm / divisor).to(torch.float32)
         overflowed = (norm - norm) != 0.0  # of inf and NaN the difference is NaN; isfinite() is four kernels
         factor: float | Tensor = 1.0
@@ -237,14 +240,25 @@ class StepState:
         self._skips = self._skips + skip
         if self.loss_scale is not None:
             self.loss_scale.update(overflowed.to(torch.float32))
-        return StepScalars(scale=scale.to(torch.float32), skip=skip, step=step)
+        host_step = self._next_step_on_host()
+        return StepScalars(scale.to(torch.float32), skip, step, host_step)
 
     def unclipped_scalars(self, summed_norm: Tensor) -> StepScalars:
         """Returns the scalars of an update that is no step and is not counted: skipped where the norm is not finite."""
         scale = 1.0 if self.loss_scale is None else self.loss_scale.scale
         skip = ((summed_norm - summed_norm) != 0.0).to(torch.float32)
         scale = torch.where(skip != 0, self._zero, 1.0 / (self._divisor * scale + self._zero))
-        return StepScalars(scale=scale, skip=skip, step=self._applied + 1.0)
+        return StepScalars(scale, skip, self._applied + 1.0, self._next_step_on_host())
+
+    @property
+    def divisor(self) -> Tensor | float:
+        """What the summed gradients of the next step are divided by, the loss scale included."""
+        return self._divisor if self.loss_scale is None else self.loss_scale.scale * self._divisor
+
+    def _next_step_on_host(self) -> Callable[[], int]:
+        """Returns what gives the number of the next applied step. It waits for the step before at most."""
+        known, report = self._applied_on_host, self._report
+        return lambda: 1 + (int(report.last()[2]) if known is None else known)
 
     # ---- one step late, without waiting for the device's queue
 
@@ -256,8 +270,10 @@ class StepState:
         """
         assert self._norm is not None
         scaling = self.loss_scale
-        sent = [self._skip, self._norm] + ([scaling.scale, scaling.is_exhausted] if scaling is not None else [])
+        sent = [self._skip, self._norm, self._applied]
+        sent += [scaling.scale, scaling.is_exhausted] if scaling is not None else []
         report = self._report.exchange(torch.stack(sent))
+        self._applied_on_host = None
         if report is None:
             return False
         if not report[0]:
@@ -270,13 +286,13 @@ class StepState:
             return True  # larger than ``skip_above``: the caller that set it reports it
         if scaling is None:
             logger.warning("gradient norm was %s: the step was skipped on all ranks", report[1])
-        elif report[3]:
+        elif report[4]:
             raise RuntimeError(
                 f"gradients overflow at the smallest loss scale, {scaling.minimum}: the model diverges, or has values "
                 "beyond fp16's 65,504; use bf16, or lower fp16.min_loss_scale"
             )
         else:
-            logger.info("fp16 gradients overflowed: the step was skipped on all ranks, loss scale now %s", report[2])
+            logger.info("fp16 gradients overflowed: the step was skipped on all ranks, loss scale now %s", report[3])
         return True
 
     @property
@@ -305,6 +321,7 @@ class StepState:
     @applied.setter
     def applied(self, value: int) -> None:
         self._applied = torch.full_like(self._applied, value)
+        self._applied_on_host = value
 
     @property
     def skips(self) -> int:
@@ -326,11 +343,7 @@ class _Report:
         Args:
             values: 1-D fp32, always of one length.
         """
-        before = None
-        if self._sent is not None:
-            if self._event is not None:
-                self._event.synchronize()
-            before = self._sent.tolist()
+        before = None if self._sent is None else self.last()
         if self._event is None:
             self._sent = values
             return before
@@ -339,3 +352,11 @@ class _Report:
         self._sent.copy_(values, non_blocking=True)
         self._event.record()
         return before
+
+    def last(self) -> list[float]:
+        """Returns the values of the last call. Waits for these only."""
+        assert self._sent is not None
+        if self._event is not None:
+            self._event.synchronize()
+        values: list[float] = self._sent.tolist()
+        return values

@@ -84,6 +84,8 @@ class GradientReducer:
         self._has_fused = False  # True: some producer writes gradients to ``main_grad``
         self._has_learned = False  # True: the first backward with gradients has ended
         self._main_grad_users_known = False  # True after the first step, which shows who writes to ``main_grad``
+        self.measures_micro_batches = True  # False: the noise of ranks is measured, not that of micro-batches
+        self._num_backwards = 0  # that have brought gradients since the last step
         self._zeroed_places: list[Tensor] = []  # parts of storage that are zeroed after every step
         for state in self._queue:
             state.sort()
@@ -328,6 +330,8 @@ class GradientReducer:
             torch._foreach_zero_([views[param] for param in state.ranges if param not in state.filled])
         state.is_launched = True
         self._next_launch += 1
+        if self._options.measure_gradient_noise:
+            state.unit.measure_launch(self._filled_storage(state))
         state.bucket.start_reduce()
         if state.buffer is not None:
             self._pool.mark_in_flight(state)
@@ -347,6 +351,8 @@ class GradientReducer:
             if not state.is_complete:
                 self._was_dirty |= any(param.param.grad is not None for param in state.ranges)
                 self._move_all(state)
+            if self._options.measure_gradient_noise and self.measures_micro_batches and not reduce and state.filled:
+                state.unit.measure_backward(self._filled_storage(state))
             # one by one: stage 2 acquires no more buffers than it may have in flight
             if (
                 reduce
@@ -356,6 +362,7 @@ class GradientReducer:
                 self._launch(state)
         if self.has_arrivals:
             self._was_dirty = True
+            self._num_backwards += 1
             self._learn()
         self.has_ended = True
         self._begin()
@@ -391,6 +398,18 @@ class GradientReducer:
         for state in new:
             state.is_known = True
         self._has_learned = True
+
+    def _filled_storage(self, state: BucketState) -> list[Tensor]:
+        """The storage of a bucket, without the parameters that have got no gradient since it was opened."""
+        assert state.bucket.storage is not None
+        if state.is_launched or len(state.filled) == len(state.ranges):
+            return [state.bucket.storage]
+        views = state.places()[0]
+        return [views[param].flatten() for param in state.ranges if param in state.filled]
+
+    def units(self) -> dict[Bucket, tuple[Tensor, int]]:
+        """Squared norm of a unit's gradient on this rank by bucket, fp64 [1], and the units of the step on a rank."""
+        return {state.bucket: unit for state in self._queue if (unit := state.unit.result(self._num_backwards))}
 
     # ---- around the step
 
@@ -432,9 +451,11 @@ class GradientReducer:
     def reset_after_step(self) -> None:
         """Starts new sums, after a step that was taken or skipped."""
         self._was_dirty = False
+        self._num_backwards = 0
         for state in self._queue:
             state.bucket.forget_gradient()
             state.filled.clear()
+            state.unit.forget()
         if self._has_learned and not self._main_grad_users_known:
             self._find_main_grad_users()
         if self._zeroed_places:

@@ -31,13 +31,13 @@ from torch import Tensor, nn
 
 from deepspeed_ext.groups import ZeroGroups, expert_group_name, ranks_of
 from deepspeed_ext.optimizers import shard_optimizer_for
-from deepspeed_ext.optimizers.base import CurvatureOptimizer, MatrixOptimizer, StepScalars
+from deepspeed_ext.optimizers.base import CurvatureOptimizer, MatrixOptimizer, Shard, StepScalars
 from deepspeed_ext.optimizers.whole_tensors import TensorOptimizer, run_in_rounds
-from deepspeed_ext.zero import deepspeed_api, sharded_state
+from deepspeed_ext.zero import deepspeed_api, gradient_noise, sharded_state
 from deepspeed_ext.zero.bucket import Bucket
 from deepspeed_ext.zero.deepspeed_api import DeepSpeedFiles
 from deepspeed_ext.zero.flat_buffer import FlatBuffer, build_flat_buffers, norm_groups
-from deepspeed_ext.zero.grad_scaling import StepState, global_norm
+from deepspeed_ext.zero.grad_scaling import StepState, global_norm, summed_over, total_of_squares
 from deepspeed_ext.zero.gradient_hooks import GradientReducer
 from deepspeed_ext.zero.offload import HostStates
 from deepspeed_ext.zero.options import ZeroOptions
@@ -112,7 +112,9 @@ class EPZeroOptimizer(DeepSpeedFiles, ZeROOptimizer):
         divisor = dist.get_world_size(groups.dense) if self.options.average else 1
         self._state = StepState(self.device, divisor, self.options)
         self._copies: list[StateShard] = []  # returned by state_shards, with copies of states not kept in fp32
+        self.gradient_noise: Tensor | None = None  # of the last step, fp64 [groups, 2], see gradient_noise.py
         self._further_sums: list[tuple[Bucket, dist.ProcessGroup]] = []
+        self._evaluates_average = False
         self._reduced = False
         self.has_begun = False  # a backward has begun, or is about to, since the last step
         self._reductions_held = False
@@ -255,6 +257,10 @@ class EPZeroOptimizer(DeepSpeedFiles, ZeROOptimizer):
             )
         self._further_sums += [(bucket, group) for bucket in flat_buffer.buckets]
 
+    def measure_ranks_only(self) -> None:
+        """Measures the gradient noise between ranks alone: pipelines mix the backwards of micro-batches. Local."""
+        self._reducer.measures_micro_batches = False
+
     @contextmanager
     def hold_reductions(self) -> Iterator[None]:
         """Makes backwards inside only accumulate, whatever the boundary (the engine's ``no_sync``)."""
@@ -330,7 +336,13 @@ class EPZeroOptimizer(DeepSpeedFiles, ZeROOptimizer):
         self.finish_reduction()
         counted = [b.shard.grad for f in self.flat_buffers if f.in_norm for b in f.buckets]
         terms = self._errors.norm_terms()
-        return global_norm(counted + terms, self.device, self._norm_groups), terms
+        if not self.options.measure_gradient_noise:
+            return global_norm(counted + terms, self.device, self._norm_groups), terms
+        # In the norm's all-reduce: a measured step has no further message.
+        own = gradient_noise.partial_sums(self.flat_buffers, self._reducer.units(), self.param_groups, self.device)
+        totals = summed_over(torch.cat([total_of_squares(counted + terms, self.device), own]), self._norm_groups)
+        self.gradient_noise = totals[1:].view(-1, 2) / self._state.divisor**2
+        return totals[0].sqrt(), terms
 
     def _forget_gradients(self) -> None:
         self._reducer.reset_after_step()
@@ -429,10 +441,15 @@ class EPZeroOptimizer(DeepSpeedFiles, ZeROOptimizer):
 
     @contextmanager
     def averaged_parameters(self) -> Iterator[None]:
-        """Has the parameters of a schedule-free optimizer at the averaged point inside, to evaluate or to save them.
+        """Has the parameters at the averaged point inside, to evaluate or to save them.
 
-        Afterwards they are at the training point again, bit by bit. With other optimizers nothing happens. Collective.
+        That is the one of a schedule-free optimizer, or the moving average where ``keep_average`` says so; else nothing
+        happens. Afterwards they are at the training point again, bit by bit. Collective.
         """
+        if self._evaluates_average:
+            with self._swapped_average():
+                yield
+            return
         averaged = [flat_buffer for flat_buffer in self.flat_buffers if flat_buffer.shard_optimizer.needs_masters]
         if not averaged:
             yield
@@ -449,9 +466,69 @@ class EPZeroOptimizer(DeepSpeedFiles, ZeROOptimizer):
                     flat_buffer.write_training_point(self.param_groups[flat_buffer.key.param_group])
                 self._gather_params()
 
+    @contextmanager
+    def _swapped_average(self) -> Iterator[None]:
+        """Exchanges masters and averages inside: the model computes with what the masters are."""
+        self._require_at_rest("averaged_parameters", "hp_params", "lp_params", "optim_states")
+
+        def swap() -> None:
+            for shard in self._shards():
+                assert shard.average is not None
+                master = shard.master.clone()
+                shard.master.copy_(shard.average)
+                shard.average.copy_(master)
+            for flat_buffer in self.flat_buffers:
+                flat_buffer.write_params_from_masters()
+            self._gather_params()
+
+        with torch.no_grad():
+            swap()
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                swap()
+
+    # ---- the moving average of the weights
+
+    def _shards(self) -> list[Shard]:
+        return [bucket.shard for flat_buffer in self.flat_buffers for bucket in flat_buffer.buckets]
+
+    @torch.no_grad()
+    def keep_average(self, *, evaluates: bool) -> None:
+        """Keeps an exponential moving average of the masters, fp32 and sharded like them, from their present values.
+
+        Args:
+            evaluates: whether ``averaged_parameters`` puts it into the parameters.
+
+        Raises:
+            ValueError: the optimizer is schedule-free, and its masters are an average already.
+        """
+        if any(flat_buffer.shard_optimizer.needs_masters for flat_buffer in self.flat_buffers):
+            raise ValueError("a schedule-free optimizer keeps an average of its own; no other is kept beside it")
+        self._evaluates_average = evaluates
+        for shard in self._shards():
+            shard.average = shard.master.clone()
+
+    @torch.no_grad()
+    def update_average(self, weight: float) -> None:
+        """Moves the average by ``weight`` towards the masters. Call it between steps; it waits for nothing. Local."""
+        self.require_on_device("update_average", "hp_params", "optim_states")
+        for shard in self._shards():
+            if shard.average is not None:
+                shard.average.lerp_(shard.master, weight)
+
+    @torch.no_grad()
+    def restart_average(self) -> None:
+        """Sets the average, if one is kept, to the masters: after weights were loaded without it."""
+        for shard in self._shards():
+            if shard.average is not None:
+                shard.average.copy_(shard.master)
+
     @torch.no_grad()
     def restart_states(self) -> None:
-        """Makes states that are weights (schedule-free's z) anew from the masters, after weights alone were loaded."""
+        """Makes states that are weights (schedule-free's z, the average) anew, after weights alone were loaded."""
+        self.restart_average()
         self.require_on_device("restart_states", "hp_params", "optim_states")
         for flat_buffer in self.flat_buffers:
             if flat_buffer.shard_optimizer.needs_masters:

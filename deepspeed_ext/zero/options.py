@@ -67,6 +67,7 @@ class ZeroOptions:
         average: divide gradients by the number of data-parallel ranks.
         reduce_each_micro_batch: stage 1 sums in stage 2's order (ranks first, then micro-batches), which makes the two
             bitwise equal.
+        measure_gradient_noise: estimate the gradient's noise in every step (gradient_noise.py).
         loss_scale: of fp16 training; None: no scaling.
 
     Raises:
@@ -84,6 +85,7 @@ class ZeroOptions:
     check_grad_overflow: bool = True
     average: bool = True
     reduce_each_micro_batch: bool = False
+    measure_gradient_noise: bool = False
     loss_scale: LossScaleOptions | None = None
 
     def __post_init__(self) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from deepspeed_ext.optimizers.base import AVERAGE
 from deepspeed_ext.optimizers.states import StoredState, stored_part
 from deepspeed_ext.optimizers.whole_tensors import WholeTensor
 
@@ -117,6 +118,8 @@ def state_shards(optimizer: EPZeroOptimizer) -> list[StateShard]:
                 views: dict[str, Tensor | StoredState] = {"master": bucket.shard.master[part.where]}
                 for kind in flat_buffer.shard_optimizer.state_kinds:
                     views[kind] = stored_part(bucket.shard.state, kind, part.where)
+                if bucket.shard.average is not None:
+                    views[AVERAGE] = bucket.shard.average[part.where]
                 stored = {kind: view for kind, view in views.items() if isinstance(view, StoredState)}
                 param = flat_buffer.params[part.name]
                 tensors = _DecodedWhenRead(views)
@@ -203,7 +206,7 @@ def state_dict(optimizer: EPZeroOptimizer) -> dict[str, Any]:
             # of all shards are as large as the parameters.
             {
                 "master": bucket.shard.master if flat_buffer.has_masters else bucket.shard.master.to("cpu", copy=True),
-                **bucket.shard.state,
+                **bucket.shard.kept,
             }
             for flat_buffer in optimizer.flat_buffers
             for bucket in flat_buffer.buckets
@@ -251,7 +254,10 @@ def load_state_dict(optimizer: EPZeroOptimizer, saved: Any, load_optimizer_state
         buckets = [bucket for flat_buffer in optimizer.flat_buffers for bucket in flat_buffer.buckets]
         for bucket, shard in zip(buckets, saved["shards"], strict=True):
             for kind in shard.keys() - {"master"}:
-                bucket.shard.state[kind].copy_(shard[kind])
+                if kind != AVERAGE:
+                    bucket.shard.state[kind].copy_(shard[kind])
+                elif bucket.shard.average is not None:
+                    bucket.shard.average.copy_(shard[kind])
         for one, tensors in zip(matrix_states(optimizer), saved.get("matrix_states", []), strict=True):
             for kind, tensor in one.tensors.items():
                 tensor.copy_(tensors[kind])
@@ -317,6 +323,9 @@ class Stage3States:
 
     def restart_states(self) -> None:
         """Does nothing: the states begin with the first step."""
+
+    def restart_average(self) -> None:
+        """Does nothing: no moving average is kept."""
 
     def averaged_parameters(self) -> AbstractContextManager[None]:
         """Does nothing: Adam trains with the weights that it keeps."""

@@ -23,6 +23,7 @@ COMMANDS = {
         "inspect token files, or the samples that a run reads from them",
     ),
     "convert": ("megatron.optimus.commands.convert", "convert a checkpoint from or to other formats"),
+    "average": ("megatron.optimus.commands.average", "average the weights of checkpoints"),
     "generate": ("megatron.optimus.commands.generate", "generate text from a checkpoint, or score given text"),
     "serve": ("megatron.optimus.commands.serve", "serve a checkpoint over an OpenAI-compatible API"),
     "evaluate": ("megatron.optimus.commands.evaluate", "evaluate a checkpoint on tasks of lm-eval's harness"),

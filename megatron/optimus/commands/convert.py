@@ -78,6 +78,8 @@ def _parser() -> Parser:
     text = "upload the result to the Hugging Face hub, for hf; private unless --public is given"
     parser.add_argument("--push", metavar="OWNER/NAME", help=text)
     parser.add_argument("--public", action="store_true", help="with --push: everyone may see it")
+    text = "trained: the weights as trained; ema: their moving average, of a run with --ema-decay"
+    parser.add_argument("--weights", choices=("trained", "ema"), default="trained", help=text)
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier conversion")
     parser.add_argument("--verify", action="store_true", help="read the result back and compare every tensor")
     parser.add_argument("--dry-run", action="store_true", help="list the tensors, write nothing")
@@ -109,6 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 to=args.to,
                 options=options,
                 model_config=args.model_config,
+                averaged=args.weights == "ema",
                 overwrite=args.overwrite,
                 dry_run=args.dry_run,
                 verify=args.verify,

@@ -518,6 +518,30 @@ def parametrization_has_a_rule(config: RunConfig, world_size: int) -> str | None
     )
 
 
+def noise_scale_is_measurable(config: RunConfig, world_size: int) -> str | None:
+    """``log_gradient_noise_scale`` compares data-parallel ranks or micro-batches, of which a step must have two."""
+    if not config.logging.log_gradient_noise_scale:
+        return None
+    optimizer, parallel, name = config.optimizer, config.parallel, "log_gradient_noise_scale=True"
+    layout = Layout.from_config(parallel, world_size)
+    stages, ranks = layout.pp, layout.dp * layout.cp
+    if optimizer.zero_stage == 3:
+        return f"{name} needs zero_stage=1 or 2, this run has zero_stage=3"
+    if parallel.virtual_pipeline_model_parallel_size > 1 and optimizer.zero_stage == 2:
+        chunks = parallel.virtual_pipeline_model_parallel_size
+        return f"{name} with virtual_pipeline_model_parallel_size={chunks} needs zero_stage=1, not zero_stage=2"
+    if ranks > 1 or (stages == 1 and gradient_accumulation_steps(config, world_size) > 1):
+        return None
+    if stages > 1:
+        return (
+            f"{name} with pipeline stages compares data-parallel ranks, and this run has one; use more, or leave it out"
+        )
+    return (
+        f"{name} compares micro-batches or data-parallel ranks, and a step has one of each; use a "
+        f"global_batch_size above {config.training.global_batch_size}, or a smaller micro_batch_size"
+    )
+
+
 RULES: list[Rule] = [
     sizes_fit_ranks,
     schedule_fits_chunks,  # before layers_fit_stages, which divides layers by the schedule's chunks
@@ -550,4 +574,5 @@ RULES: list[Rule] = [
     tasks_fit_layout,
     sophia_batch_fits,
     parametrization_has_a_rule,
+    noise_scale_is_measurable,
 ]

@@ -164,6 +164,12 @@ class ShampooGraft(str, Enum):
     SGD = "sgd"
 
 
+class LRBatchRule(str, Enum):
+    NONE = "none"
+    SQRT = "sqrt"
+    LINEAR = "linear"
+
+
 class LRDecayStyle(str, Enum):
     COSINE = "cosine"
     LINEAR = "linear"

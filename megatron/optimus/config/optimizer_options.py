@@ -64,6 +64,23 @@ def check_optimizer_options(config: OptimizerConfig) -> None:
         )
 
 
+def check_ema(config: OptimizerConfig) -> None:
+    """Raises ConfigError for a moving average of the weights that cannot be, or options of one that is not kept."""
+    decay = config.ema_decay
+    if decay is None:
+        for name, default in (("ema_interval", 1), ("evaluate_ema", False)):
+            value = getattr(config, name)
+            require(value == default, f"{name}={value} is for a moving average; set ema_decay, or leave it out")
+        return
+    require(0 < decay < 1, f"ema_decay={decay} is out of range; use 0 < ema_decay < 1, such as 0.999")
+    require(
+        not config.optimizer.is_schedule_free,
+        f"optimizer={config.optimizer.value} keeps an average of its own, which is evaluated and saved; leave out "
+        f"ema_decay={decay}",
+    )
+    require(config.zero_stage < 3, f"ema_decay={decay} needs zero_stage=1 or 2, this run has zero_stage=3")
+
+
 def _check_schedule_free(config: OptimizerConfig) -> None:
     schedule: dict[str, Any] = {
         "lr_warmup_iters": config.lr_warmup_iters,

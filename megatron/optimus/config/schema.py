@@ -19,6 +19,7 @@ from megatron.optimus.config.choices import (
     ExpertPlacement,
     Float8,
     LoadBalancing,
+    LRBatchRule,
     LRDecayStyle,
     MuonLRAdjustment,
     Normalization,
@@ -40,7 +41,7 @@ from megatron.optimus.config.choices import (
 )
 from megatron.optimus.config.duration import check_duration, check_schedule
 from megatron.optimus.config.layer_pattern import check_layer_pattern, layers_of_pattern, shown
-from megatron.optimus.config.optimizer_options import check_optimizer_options
+from megatron.optimus.config.optimizer_options import check_ema, check_optimizer_options
 from megatron.optimus.config.values import (
     MODEL_CONVERTERS,
     MODEL_FAMILIES,
@@ -326,6 +327,11 @@ class OptimizerConfig:
     lr_wsd_decay_iters: int | None = option(None, "WSD: steps of the decay at the end of lr_decay_iters")
     lr_wsd_decay_samples: int | None = option(None, "the same in samples; needs train_samples")
     lr_wsd_decay_style: WSDDecayStyle = option(WSDDecayStyle.LINEAR, "WSD: shape of the decay")
+    lr_batch_rule: LRBatchRule = option(
+        LRBatchRule.NONE,
+        "how a resumed run with another global_batch_size changes its learning rates: not, by the root of the ratio, "
+        "or by the ratio",
+    )
     lr_warmup_iters: int = option(0, "steps of linear warm-up; with train_samples, full batches")
     lr_warmup_samples: int | None = option(None, "the same in samples; needs train_samples")
     weight_decay: float = option(0.1, "decoupled weight decay, by default of every parameter")
@@ -359,6 +365,11 @@ class OptimizerConfig:
     galore_scale: float = option(0.25, "GaLore: factor on the updates of matrices; betas are Adam's")
     dion_momentum: float = option(0.95, "share of the approximated momentum that Dion keeps")
     dion_rank_fraction: float = option(0.25, "rank of Dion's updates as a share of a matrix's shorter side")
+    ema_decay: float | None = option(
+        None, "keep an exponential moving average of the weights, with this decay a step; default: none"
+    )
+    ema_interval: int = option(1, "steps between updates of that average, each with the decay of all of them")
+    evaluate_ema: bool = option(False, "evaluate the average of ema_decay instead of the trained weights")
     clip_grad: float = option(1.0, "clip gradients to this global norm; 0: no clipping")
     clip_grad_after_warmup: bool = option(False, "clip gradients only after the warm-up, as the Optimus paper does")
     grad_norm_spike_sigma: float = option(
@@ -424,6 +435,8 @@ class OptimizerConfig:
             if re.search(r"_(beta\d?|momentum)$", name):
                 beta = getattr(self, name)
                 require(0 <= beta < 1, f"{name}={beta} is out of range; use 0 <= {name} < 1")
+        at_least(self, 1, "ema_interval")
+        check_ema(self)
         check_schedule(self)
         check_optimizer_options(self)
 
@@ -629,6 +642,9 @@ class LoggingConfig:
     wandb_exp_name: str | None = option(None, "name of the Weights & Biases run; default: the name of run_dir")
     device_peak_tflops: float | None = option(
         None, "dense peak of a device in params_dtype, for MFU; default: by the device's name, if known"
+    )
+    log_gradient_noise_scale: bool = option(
+        False, "measure the gradient noise scale, the batch size in sequences beyond which steps gain little"
     )
     straggler_check_interval: int = option(
         0, "steps between checks for slow devices, by timing the same GEMMs on all, also at the start; 0: never"

@@ -61,6 +61,7 @@ def convert(
     to: str,
     options: Options = Options(),  # noqa: B008 - frozen
     model_config: Path | None = None,
+    averaged: bool = False,
     overwrite: bool = False,
     dry_run: bool = False,
     verify: bool = False,
@@ -75,6 +76,7 @@ def convert(
         options: how the destination is written.
         model_config: a Hugging Face config.json or one of our configuration files, for sources that do not say what the
             model looks like.
+        averaged: the moving average of the weights (``ema_decay``) instead of the trained ones.
         overwrite: replace an earlier conversion.
         dry_run: only list the tensors.
         verify: read the result back before it appears and compare every tensor bit for bit.
@@ -92,26 +94,29 @@ def convert(
         raise CheckpointError(f"--to {to}: must be one of {', '.join(FORMATS)}")
     opened = open_source(source, model_config)
     try:
+        if averaged:
+            opened.use_average()
         flags = {"overwrite": overwrite, "dry_run": dry_run, "verify": verify}
-        return _convert(opened, destination, to, options, show_progress=show_progress, **flags)
+        return convert_source(opened, destination, to, options, show_progress=show_progress, **flags)
     finally:
         opened.close()
 
 
-def _convert(
+def convert_source(
     source: Source,
     destination: Path,
     to: str,
     options: Options,
     *,
-    overwrite: bool,
-    dry_run: bool,
-    verify: bool,
-    show_progress: Callable[[float], None] | None,
+    overwrite: bool = False,
+    dry_run: bool = False,
+    verify: bool = False,
+    show_progress: Callable[[float], None] | None = None,
 ) -> Conversion:
+    """Writes an opened source in another format; arguments and errors are those of ``convert``."""
     if to == source.format and to != "megatron":  # Megatron to Megatron changes the parallel sizes
         raise CheckpointError(f"--to {to}: {source.path} already is in {to!r} format; another is wanted here")
-    _check_destination(source.path, destination, overwrite)
+    check_destination(source.path, destination, overwrite)
     prepared = _FORMATS[to].destination(source, options)
     compared = 0
     if show_progress is not None:
@@ -182,7 +187,7 @@ def _compare(source: Source, written: Source, dtype: str | None) -> int:
     return len(compared)
 
 
-def _check_destination(source: Path, destination: Path, overwrite: bool) -> None:
+def check_destination(source: Path, destination: Path, overwrite: bool) -> None:
     """Raises CheckpointError unless ``destination`` can be created, or replaced without losing anything else."""
     inside = destination.resolve() in (source.resolve(), *source.resolve().parents)
     if inside:

@@ -31,6 +31,7 @@ from megatron.optimus.convert.tensor_map import ForeignTensor, RangeReader, asse
 from megatron.optimus.models.parameters import parameter_shapes
 
 WEIGHT, MASTER, MOMENTS = "weight", "master", ("exp_avg", "exp_avg_sq")
+AVERAGE = "ema"  # the moving average of a run with ema_decay, beside its masters
 DEFAULT_MAX_SHARD_BYTES = 5 * 10**9
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _MAX_MATRICES = 1 << 20  # of a model's layers and experts, 20 times Mula-220B's: what a file says is not believed
@@ -194,6 +195,12 @@ class Source(ABC):
         Returns:
             A 1-D tensor in the stored dtype, which may share memory with the file.
         """
+
+    def use_average(self) -> None:
+        """Reads the moving average of the weights from now on. Raises CheckpointError where the source holds none."""
+        raise CheckpointError(
+            f"{self.path}: --weights ema is for a full Optimus checkpoint, and this is {self.format!r}"
+        )
 
     def finish(self) -> None:  # noqa: B027 - most have nothing to do
         """Checks hashes of what has been read and not been checked yet. Raises CheckpointError naming the tensor."""

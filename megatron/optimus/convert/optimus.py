@@ -30,6 +30,7 @@ from megatron.optimus.checkpoint.tokenizer_files import (
 from megatron.optimus.config.schema import OptimizerName, TokenizerType
 from megatron.optimus.config.serialize import from_dict, to_dict
 from megatron.optimus.convert.formats import (
+    AVERAGE,
     DTYPES,
     MASTER,
     MOMENTS,
@@ -95,6 +96,7 @@ class OptimusSource(Source):
             tokenizer_hashes=(*(hashes.values() if isinstance(hashes, dict) else ()), manifest.tokenizer_xxh3_128),
         )
         self._manifest = manifest
+        self._kinds: dict[str, str] = {}  # stored kind by the one that is asked for, where they differ
         self._files = ShardFiles(path, manifest)
         self.resources.append(self._files)
         self._buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
@@ -120,7 +122,22 @@ class OptimusSource(Source):
                 self.buffers[name] = self._load(entry, 0, entry.numel).view(entry.shape)
 
     def read(self, name: str, kind: str, start: int, stop: int) -> torch.Tensor:
-        return self._load(self._manifest.tensors[name, kind], start, stop)
+        return self._load(self._manifest.tensors[name, self._kinds.get(kind, kind)], start, stop)
+
+    def use_average(self) -> None:
+        shapes = parameter_shapes(self.model)
+        stored = {name: entry for (name, kind), entry in self._manifest.tensors.items() if kind == AVERAGE}
+        if not stored:
+            raise CheckpointError(
+                f"{self.path}: --weights ema, but it holds no moving average: a full checkpoint of a run with "
+                "--ema-decay does; leave the option out for the trained weights"
+            )
+        check_names(self.path, set(stored), set(shapes))
+        for name, entry in stored.items():
+            if entry.shape != shapes[name]:
+                raise CheckpointError(f"{self.path}: {name} (ema) has shape {entry.shape}, not {shapes[name]}")
+        self._kinds = {MASTER: AVERAGE}
+        self.dtypes = {(name, MASTER): torch_dtype(entry.dtype) for name, entry in stored.items()}
 
     def finish(self) -> None:
         for piece in list(self._hashed):

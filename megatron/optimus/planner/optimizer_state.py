@@ -131,6 +131,8 @@ def state_bytes(rank: RankPlan, buffer: PlannedFlatBuffer) -> StateBytes:
     moments = num_moments(rank, buffer) * _moment_bytes(rank, buffer)
     if rank.config.optimizer.optimizer is OptimizerName.ADAFACTOR:
         moments += 4 * buffer.num_rows_and_columns  # on every rank
+    if rank.config.optimizer.ema_decay is not None:
+        moments += 4 * buffer.shard
     # fp32 parameters are their own, but for schedule-free optimizers, whose masters are another point.
     is_own = rank.element_bytes == 4 and not rank.config.optimizer.optimizer.is_schedule_free
     masters = 0 if is_own else buffer.shard * 4

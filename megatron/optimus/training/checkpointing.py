@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
+import math
 import platform
 import time
 from dataclasses import asdict
@@ -18,10 +19,12 @@ from megatron.optimus.checkpoint.mirror import Mirror, fetch_newest, is_url
 from megatron.optimus.checkpoint.run_lock import RunLock
 from megatron.optimus.checkpoint.tokenizer_files import HASHES_FIELD, IDENTITY_FIELD, files_of, hash_files
 from megatron.optimus.checkpoint.verify import has_good
+from megatron.optimus.config.choices import LRBatchRule
 from megatron.optimus.config.schema import RunConfig, TokenizerType
 from megatron.optimus.config.serialize import changed_options, to_dict
 from megatron.optimus.context import RunContext
 from megatron.optimus.convert import convert
+from megatron.optimus.convert.formats import AVERAGE
 from megatron.optimus.convert.optimus import GENERATION_FIELD, TOKEN_IDS_FIELD
 from megatron.optimus.data.fingerprint import LINES_FIELD
 from megatron.optimus.data.loader import position_after_change
@@ -36,8 +39,10 @@ from megatron.optimus.training.alerts import NO_ALERTS, SAVE_FAILED, UPLOAD_FAIL
 from megatron.optimus.training.data_position import START_FIELD, STEPS_FIELD, check_position, position_start
 from megatron.optimus.training.engine import Engine, training_state
 from megatron.optimus.training.last_checkpoint import LastCheckpoint
+from megatron.optimus.training.lr_schedule import batch_factor_after
 from megatron.optimus.version import __version__
 
+BATCH_FACTOR_FIELD = "lr_batch_factor"  # of a manifest's metadata
 _SHOWN_CHANGES = 4  # options that changed since a checkpoint, with their values
 _PACKAGES = ("torch", "deepspeed", "numpy", "safetensors")
 
@@ -67,6 +72,8 @@ class Checkpoints:
         self.extra_state: dict[str, Any] = {}
         self.warnings: list[str] = []  # of values that were saved; known to rank 0
         self.data_files_before: Any = None  # fingerprints in the checkpoint whose data position the run goes on from
+        self.batch_factor = 1.0  # on learning rates, of batch sizes that were changed at resumes
+        self.has_average = False  # resume has loaded a moving average of the weights
         self.found_none = False  # resume has kept the initial weights
         self._lock = self._ranks.run_on_all_ranks(
             lambda: RunLock(self._root) if mesh.rank == 0 else None, f"locking {self._root}", CheckpointError
@@ -90,6 +97,7 @@ class Checkpoints:
         )
 
         self._rng: list[TensorSlice] = []  # states of the random generators that were asked for
+        self._keeps_average = self._loads_average = False  # a moving average of the weights
         self._memory = self._open_memory()
 
     def _open_memory(self) -> MemoryCheckpoints | None:
@@ -231,6 +239,7 @@ class Checkpoints:
         """All that this rank needs to go on, also what other ranks hold alike."""
         slices = state.training_slices(self._model, self._state, buffers=True, all_copies=True)
         self._rng = self._rng_slices()  # restored where these are loaded
+        self._keeps_average = self._loads_average = any(one.kind == AVERAGE for one in slices)
         return slices + self._rng
 
     def _header(self, kind: str, step: int, consumed_samples: int) -> Manifest:
@@ -307,6 +316,10 @@ class Checkpoints:
         if has_moments and manifest.kind == "full":
             optimizer.step_count = int(manifest.metadata.get(STEPS_FIELD, manifest.step))
             self._restore_rng()
+            self.has_average = self._loads_average
+            if self._keeps_average and not self.has_average:
+                optimizer.restart_average()
+                logger.warning("%s holds no moving average of the weights: it begins at the weights", path)
             self.extra_state = manifest.metadata
         else:  # what a Hugging Face model says of its tokens and of generation stays with it
             fields = (TOKEN_IDS_FIELD, GENERATION_FIELD)
@@ -322,10 +335,26 @@ class Checkpoints:
             consumed_samples = position_after_change(manifest.consumed_samples, *lengths)
             training = to_dict(self._config)["training"]
             self._position_start = position_start(manifest, training, step, consumed_samples)
+            self._follow_batch_size(manifest)
         what = "" if has_moments and manifest.kind == "full" else " (weights only: the moments start anew)"
         logger.info("resumed from %s: step %d, %d samples consumed%s", path, step, consumed_samples, what)
         self._log_changes(manifest, is_new=not position_counts)
         return step, consumed_samples
+
+    def _follow_batch_size(self, manifest: Manifest) -> None:
+        """Scales the learning rates as ``lr_batch_rule`` says where the global batch size is another one now."""
+        rule, now = self._config.optimizer.lr_batch_rule, self._config.training.global_batch_size
+        stored = manifest.metadata.get(BATCH_FACTOR_FIELD, 1.0)
+        self.batch_factor = float(stored) if isinstance(stored, int | float) and 0 < stored < math.inf else 1.0
+        before = manifest.config.get("training", {}).get("global_batch_size", now)
+        if before != now:
+            self.batch_factor = batch_factor_after(self.batch_factor, before, now, rule)
+        if before != now and rule is not LRBatchRule.NONE:
+            words = (before, now, self.batch_factor, rule.value)
+            logger.info("global_batch_size %d -> %d: learning rates times %.6g from here on (lr_batch_rule=%s)", *words)
+        self.extra_state.pop(BATCH_FACTOR_FIELD, None)
+        if self.batch_factor != 1.0:
+            self.extra_state[BATCH_FACTOR_FIELD] = self.batch_factor
 
     def _load_own(self) -> tuple[Path, Manifest] | None:
         """Loads the newest good checkpoint of this run, from memory or disk; None where it never had one, or is to
@@ -403,6 +432,10 @@ class Checkpoints:
             return self._weight_requests(manifest)
         self._check_fits(manifest)
         slices = state.training_slices(self._model, self._state, buffers=True, to_load=True)
+        self._keeps_average = any(one.kind == AVERAGE for one in slices)
+        self._loads_average = self._keeps_average and any(kind == AVERAGE for _, kind in manifest.tensors)
+        if not self._loads_average:
+            slices = [one for one in slices if one.kind != AVERAGE]
         self._rng = []
         for piece in self._rng_slices():
             stored = manifest.tensors.get((piece.name, "rng"))

@@ -43,6 +43,7 @@ from megatron.optimus.training.kernel_tuning import select_tiles
 own_optimizer = deepspeed_ext.optimizers.own_optimizer
 Engine = deepspeed_ext.EPEngine
 import_ahead = deepspeed_ext.import_ahead  # torch's compiler and what the first optimizer needs
+NOISE_GROUPS = deepspeed_ext.gradient_noise.GROUPS  # parts of the model whose noise is measured apart
 TrainingState = deepspeed_ext.EPZeroOptimizer | deepspeed_ext.Stage3States  # what a checkpoint reads and writes
 
 ParamGroup = dict[str, Any]
@@ -203,6 +204,8 @@ def build_engine(run: RunContext, model: Decoder) -> Engine:
         config=deepspeed_config(config, gradient_accumulation_steps(config, run.mesh.layout.world_size)),
         groups=_groups(model, run.mesh),
     )
+    if config.optimizer.ema_decay is not None:
+        engine.optimizer.keep_average(evaluates=config.optimizer.evaluate_ema)
     return engine
 
 
@@ -302,6 +305,12 @@ def set_micro_batches(engine: Engine, count: int) -> None:
     engine.micro_steps = 0
 
 
+def update_average(engine: Engine, config: OptimizerConfig, step: int) -> None:
+    """Updates the moving average of the weights where it is due after ``step``. Local; waits for nothing."""
+    if config.ema_decay is not None and step % config.ema_interval == 0:
+        engine.optimizer.update_average(1 - config.ema_decay**config.ema_interval)
+
+
 def update_curvature(engine: Engine, num_labels: Tensor | float) -> None:
     """Ends a backward of sampled labels, over ``num_labels`` of the global batch, in the place of ``engine.step()``."""
     engine.optimizer.update_curvature(num_labels)
@@ -309,13 +318,16 @@ def update_curvature(engine: Engine, num_labels: Tensor | float) -> None:
 
 
 def step_outcome(engine: Engine) -> Tensor:
-    """Gradient norm of the last step, and 1.0 if the step was skipped: float64 [2].
+    """Gradient norm of the last step, 1.0 if the step was skipped, and what was measured of its noise: float64 [2 + n].
 
-    It is on the device, without waiting for it; with zero_stage=3 it is on the host.
+    The noise is |G|^2 and tr(Sigma) / B of each of NOISE_GROUPS where ``log_gradient_noise_scale`` asks for it. It is
+    on the device, without waiting for it; with zero_stage=3 it is on the host.
     """
     optimizer = engine.optimizer
     if isinstance(optimizer, deepspeed_ext.EPZeroOptimizer):
-        return optimizer.outcome.to(devices.sum_dtype(optimizer.outcome.device))
+        outcome = optimizer.outcome.to(devices.sum_dtype(optimizer.outcome.device))
+        noise = optimizer.gradient_noise
+        return outcome if noise is None else torch.cat([outcome, noise.view(-1)])
     return torch.tensor([float(engine.get_global_grad_norm()), float(optimizer.overflow)], dtype=torch.float64)
 
 
@@ -345,7 +357,10 @@ def deepspeed_config(config: RunConfig, accumulation_steps: int) -> dict[str, An
         "bf16": {"enabled": config.training.params_dtype is Precision.BF16},
         "data_types": {"grad_accum_dtype": accumulate},
         "communication_data_type": "bf16" if optimizer.grad_reduce_in_bf16 else accumulate,
-        "deepspeed_ext": {"overlap_param_gather": optimizer.overlap_param_gather},
+        "deepspeed_ext": {
+            "overlap_param_gather": optimizer.overlap_param_gather,
+            "measure_gradient_noise": config.logging.log_gradient_noise_scale,
+        },
         "timers": {"throughput": {"enabled": False}},
         "steps_per_print": 1_000_000_000,  # the trainer reports, not the engine
     }

@@ -130,6 +130,10 @@ def evaluate(run: RunContext) -> None:
     step, _ = checkpoints.resume()
     if checkpoints.found_none:
         raise CheckpointError("skip_train=True, but there is no checkpoint to evaluate; name one in load, or a run_dir")
+    if run.config.optimizer.evaluate_ema and not checkpoints.has_average:
+        raise CheckpointError(
+            "evaluate_ema=True, but the checkpoint holds no moving average of the weights; leave it out"
+        )
     evaluate_sets(run, loaders, step, schedule)
     for loader in loaders.values():
         loader.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from megatron.optimus.config.choices import LRBatchRule
 from megatron.optimus.config.duration import batch_sizes, schedule_lengths
 from megatron.optimus.config.schema import LRDecayStyle, OptimizerConfig, TrainingConfig, WSDDecayStyle
 
@@ -15,13 +16,18 @@ class RateSchedule:
     constant batch size a run of n steps and one of n times its samples have the same rates.
     """
 
-    def __init__(self, config: OptimizerConfig, training: TrainingConfig) -> None:
+    def __init__(self, config: OptimizerConfig, training: TrainingConfig, batch_factor: float = 1.0) -> None:
+        """``batch_factor``: on every learning rate, of batch sizes changed at resumes (``batch_factor_after``)."""
+        self._batch_factor = batch_factor
         self._config, self._lengths = config, schedule_lengths(config, training)
         self._in_samples, self._sizes = training.train_samples is not None, batch_sizes(training)
 
     def learning_rate(self, step: int, position: int) -> float:
         """Linear warm-up from ``min_lr`` reaches ``lr`` in the last warm-up step, as in the Optimus paper; then the
         decay, which ends at ``min_lr`` after ``lr_decay_iters`` steps and stays there."""
+        return self._batch_factor * self._scheduled_rate(step, position)
+
+    def _scheduled_rate(self, step: int, position: int) -> float:
         config, (warmup, end, wsd_decay) = self._config, self._lengths
         done, coming, first = step, 1, 1
         if self._in_samples:
@@ -44,6 +50,20 @@ class RateSchedule:
         """Global gradient norm to which the step's gradients are clipped; 0 does not clip."""
         is_early = (position if self._in_samples else step) < self._lengths.warmup
         return 0.0 if self._config.clip_grad_after_warmup and is_early else self._config.clip_grad
+
+
+def batch_factor_after(factor: float, before: int, now: int, rule: LRBatchRule) -> float:
+    """Returns the factor on learning rates when a resumed run changes its global batch size.
+
+    Args:
+        factor: before the change.
+        before: sequences of a full global batch up to here.
+        now: and from here on.
+        rule: ``lr_batch_rule``. LINEAR keeps the rate a sample (Goyal et al. 2017, arXiv 1706.02677), SQRT the noise of
+            Adam's updates (Malladi et al. 2022, arXiv 2205.10287).
+    """
+    power = {LRBatchRule.NONE: 0.0, LRBatchRule.SQRT: 0.5, LRBatchRule.LINEAR: 1.0}[rule]
+    return factor * (now / before) ** power
 
 
 def _left(progress: float, config: OptimizerConfig) -> float:

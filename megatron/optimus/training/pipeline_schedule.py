@@ -102,6 +102,7 @@ class GradientReduction:
         self._finished: tuple[ModelChunk, ...] = ()  # that have no further backward in this step, in their order
         self._is_reduced = False  # by the present backward
         self._in_each_backward = config.optimizer.zero_stage == 2
+        engine.optimizer.measure_ranks_only()
 
     def begin(self, num_micro_batches: int) -> None:
         self._num_micro_batches = num_micro_batches

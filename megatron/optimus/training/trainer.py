@@ -43,7 +43,14 @@ from megatron.optimus.training.alerts import NO_ALERTS, SLOW_RANK, alerts_of
 from megatron.optimus.training.checkpointing import Checkpoints
 from megatron.optimus.training.curvature import estimate_curvature, is_due
 from megatron.optimus.training.data import build_data, check_unchanged, labels_per_micro_batch, num_labels
-from megatron.optimus.training.engine import Engine, build_engine, build_model, step_outcome
+from megatron.optimus.training.engine import (
+    Engine,
+    build_engine,
+    build_model,
+    step_outcome,
+    training_state,
+    update_average,
+)
 from megatron.optimus.training.evaluate import SetLoss, bytes_of_tokens, evaluate_sets, loss_over
 from megatron.optimus.training.health import Health, NumericError, TrainingError, check_devices
 from megatron.optimus.training.logging import (
@@ -55,6 +62,7 @@ from megatron.optimus.training.logging import (
 )
 from megatron.optimus.training.lr_schedule import RateSchedule
 from megatron.optimus.training.metrics import StepMetrics
+from megatron.optimus.training.noise_scale import GradientNoiseScale
 from megatron.optimus.training.nonfinite import NonFiniteSource
 from megatron.optimus.training.pipeline_schedule import Schedule, build_schedule
 from megatron.optimus.training.profiling import StepProfiler
@@ -77,6 +85,7 @@ class StepResult:
     skipped: bool  # the update was left out: the gradient norm was not finite or far too large
     expert_load_LE: list[list[int]]  # slots per expert, of the layers that have experts
     stop_requested: bool  # a rank was asked to end the run; the same on all
+    gradient_noise: list[float] = dataclasses.field(default_factory=list)  # as ``engine.step_outcome`` has it
 
 
 class PendingResult:
@@ -88,10 +97,10 @@ class PendingResult:
     def read(self) -> StepResult:
         """Waits until the device has done the step, not for what was queued later."""
         [outcome], totals = self._outcome.read(), self._totals.read()
-        grad_norm, skipped = outcome.tolist()
+        grad_norm, skipped, *noise = outcome.tolist()
         load_LE = totals.tensor.long().view(-1, self._num_experts).tolist() if self._num_experts else []
         [stop] = totals.host_values
-        return StepResult(totals.metrics, grad_norm, bool(skipped), load_LE, stop > 0)
+        return StepResult(totals.metrics, grad_norm, bool(skipped), load_LE, stop > 0, noise)
 
 
 @needs_memory("a training step")
@@ -209,11 +218,14 @@ class Trainer:
             check_unchanged(run, self.data, self.checkpoints.data_files_before)
         self.first_step = self.step
         self.last_step = last_step(config.training, self.step, self.consumed_samples)
-        self.batch_sizes, self.rates = batch_sizes(config.training), RateSchedule(config.optimizer, config.training)
+        self.batch_sizes = batch_sizes(config.training)
+        self.rates = RateSchedule(config.optimizer, config.training, self.checkpoints.batch_factor)
         self.alerts, is_first = alerts_of(run), run.mesh.rank == 0
         self.checkpoints.alerts = self.alerts
         self.health = Health(config.optimizer.grad_norm_spike_sigma, speaks=is_first, alerts=self.alerts)
         self.health.restore(self.checkpoints.extra_state)
+        self.noise_scale = GradientNoiseScale()
+        self.noise_scale.restore(self.checkpoints.extra_state)
         self.nonfinite = NonFiniteSource(self.model, run.ranks)
         self.recorder, self.clock = Recorder(run.ranks), StepClock(run.device)
         self.sampler: StepSampler | None = None  # while steps are compared over the ranks
@@ -297,6 +309,7 @@ class Trainer:
                 after_backward=self.nonfinite.end_step,
             )
             queued = self._count_step(result, lr)
+            update_average(self.engine, self.config.optimizer, self.step)
             profiler.after(self.step)
 
             # Log the step before this one while the device is at this one; log this one too where something needs it.
@@ -382,7 +395,7 @@ class Trainer:
                 valid_losses = {name: one.loss for name, one in found.items()}
                 bits = {name: one.bits_per_byte for name, one in found.items() if one.bits_per_byte is not None}
             if asks and self.tasks is not None:
-                with self.clock.pause():
+                with self.clock.pause(), training_state(self.engine).averaged_parameters():
                     scores = self.tasks.evaluate(self.model, self.step, self.checkpoints.extra_state) or None
         except DataError as error:
             unreadable = error
@@ -434,7 +447,11 @@ class Trainer:
             is_saved = is_exiting or _is_due(self.step, self.config.checkpoint.save_interval)
             marks = self.health.marks(is_saved=is_saved)
             state = self.checkpoints.extra_state
-            state |= self.health.to_json() | {LINES_FIELD: self.data.fingerprints, WARNINGS_FIELD: marks}
+            state |= (
+                self.health.to_json()
+                | self.noise_scale.to_json()
+                | {LINES_FIELD: self.data.fingerprints, WARNINGS_FIELD: marks}
+            )
             if not marks:
                 del state[WARNINGS_FIELD]
             heartbeat.beat("saving a checkpoint")
@@ -445,6 +462,7 @@ class Trainer:
         """The numbers of a step, as they are logged."""
         training, model = self.config.training, self.config.model
         recorded, load_LE = dict(result.metrics), result.expert_load_LE
+        recorded |= self.noise_scale.observe(result.gradient_noise, queued.samples, skipped=result.skipped)
         seconds = queued.time.seconds
         tokens = queued.samples * training.seq_length / self.run.mesh.layout.world_size
         flops = flops_per_token(model, training.seq_length)

@@ -274,3 +274,27 @@ def test_trainable() -> None:
     check_trainable(config("--skip-train --valid-data-path web=x"))
     with pytest.raises(ConfigError, match="data_path is empty"):
         check_trainable(config("--valid-data-path web=x"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks", "part"),
+    [
+        ("--global-batch-size 8 --micro-batch-size 8", 1, "a step has one of each; use a global_batch_size above 8"),
+        (
+            "--pipeline-model-parallel-size 2 --global-batch-size 8",
+            2,
+            "compares data-parallel ranks, and this run has one",
+        ),
+        ("--zero-stage 3 --global-batch-size 8", 2, "needs zero_stage=1 or 2, this run has zero_stage=3"),
+        ("--global-batch-size 8 --micro-batch-size 4", 1, None),
+        ("--global-batch-size 8 --micro-batch-size 4", 2, None),
+    ],
+)
+def test_noise_needs_two_gradients_a_step(flags: str, ranks: int, part: str | None) -> None:
+    run = config("--log-gradient-noise-scale " + flags)
+    if part is None:
+        check(run, ranks)
+        return
+    with pytest.raises(ConfigError) as info:
+        check(run, ranks)
+    assert part in str(info.value)

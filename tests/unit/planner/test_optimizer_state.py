@@ -22,7 +22,7 @@ WORLDS = [
     (MOE + "--zero-stage 2 --expert-model-parallel-size 2 --ddp-bucket-size 3000", 1, 4),
     (MOE + "--tensor-model-parallel-size 2 --expert-model-parallel-size 4 --expert-tensor-parallel-size 2", 6, 8),
     (MOE + "--pipeline-model-parallel-size 2 --context-parallel-size 2 --optimizer-state-dtype int8", 7, 8),
-    (MOE + "--no-accumulate-allreduce-grads-in-fp32 --params-dtype bf16 --optimizer muon", 1, 2),
+    (MOE + "--no-accumulate-allreduce-grads-in-fp32 --params-dtype bf16 --optimizer muon --ema-decay 0.9", 1, 2),
     (SHARED + "--tensor-model-parallel-size 2 --expert-model-parallel-size 4", 6, 8),
     (SHARED + "--no-weight-decay-biases --optimizer muon", 1, 8),
     (MIXED + "--tensor-model-parallel-size 2 --expert-model-parallel-size 4", 6, 8),

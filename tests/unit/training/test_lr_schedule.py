@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from megatron.optimus.config.choices import LRBatchRule
 from megatron.optimus.config.schema import ConfigError, LRDecayStyle, OptimizerConfig, TrainingConfig, WSDDecayStyle
-from megatron.optimus.training.lr_schedule import RateSchedule
+from megatron.optimus.training.lr_schedule import RateSchedule, batch_factor_after
 
 
 def config(style: LRDecayStyle, **changes: object) -> OptimizerConfig:
@@ -113,3 +114,13 @@ def test_a_run_counted_in_samples_has_the_rates_of_its_steps(style: LRDecayStyle
     warm = RateSchedule(samples, growing)
     assert [warm.learning_rate(0, 0), warm.learning_rate(1, 8)] == [0.1 + 0.9 * 8 / 240, 0.1 + 0.9 * 16 / 240]
     assert warm.learning_rate(9, 239) == 1.0, "a batch that reaches beyond the warm-up stays at the peak"
+
+
+@pytest.mark.parametrize(("rule", "expected"), [(LRBatchRule.NONE, 3), (LRBatchRule.SQRT, 6), (LRBatchRule.LINEAR, 12)])
+def test_rates_follow_the_batch_size_of_a_resumed_run(rule: LRBatchRule, expected: float) -> None:
+    factor = batch_factor_after(3.0, 8, 32, rule)
+    assert factor == pytest.approx(expected)
+    assert batch_factor_after(factor, 32, 8, rule) == pytest.approx(3.0), "back at the first size"
+    training = TrainingConfig(train_iters=100)
+    scaled = RateSchedule(config(LRDecayStyle.COSINE), training, factor).learning_rate(40, 0)
+    assert scaled == pytest.approx(expected * learning_rate(40, config(LRDecayStyle.COSINE), 100))

@@ -69,3 +69,19 @@ def test_without_overflow_checks_only_errors_skip() -> None:
     assert state.scalars(torch.tensor(4.0), errors=none).scale.item() == pytest.approx(0.25, rel=1e-6)
     broken = state.scalars(failed, errors=failed)
     assert (broken.scale.item(), broken.skip.item()) == (0.0, 1.0) and state.applied == 3
+
+
+def test_the_host_counts_applied_steps_from_what_the_step_before_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A skipped step has the number of the next one, also right after a checkpoint has set the count."""
+    state = StepState(torch.device("cpu"), 1.0, ZeroOptions())
+    found, expected = [], []
+    for number, norm in enumerate([1.0, math.nan, math.nan, 1.0, 1.0, math.inf, 1.0]):
+        if number == 4:
+            state.applied = 40
+        scalars = state.scalars(torch.tensor(norm))
+        expected.append(int(scalars.step))
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "item", lambda self: pytest.fail("the host waits for this step"))
+            found.append(scalars.host_step)
+        state.read_previous_outcome()
+    assert found == expected == [1, 2, 2, 2, 41, 42, 42]
