@@ -47,6 +47,7 @@ from megatron.optimus.layers.documents import Documents
 from megatron.optimus.platform import device as devices
 
 _CHECKED_AHEAD = 2  # batches that must have been read before the next step
+_MOST_NAMED = 16
 _READ_AHEAD = _CHECKED_AHEAD + 2  # batches that are being read while a step runs
 
 
@@ -181,6 +182,11 @@ class BatchLoader:
             return self._instances.ids_at(consumed, size)
         return np.arange(consumed, consumed + size)
 
+    def describe(self, consumed: int, micro_batch: int) -> str:
+        """Names the samples of one of this rank's micro-batches of the step that starts at position ``consumed``."""
+        positions, ids = (own[micro_batch].tolist() for own in self._own(consumed))
+        return f"micro-batch {micro_batch}: samples {_listed(positions)} of the order, instances {_listed(ids)}"
+
     def batch(self, consumed: int) -> list[Batch]:
         """Returns this rank's micro-batches of the optimizer step that starts at position ``consumed``.
 
@@ -278,6 +284,10 @@ class BatchLoader:
         order = shuffled_rows(size, consumed) if isinstance(self._instances, Mixture) else np.arange(size)
         own = order.reshape(-1, *self._layout)[:, self._rank]
         return consumed + own, ids[own]
+
+
+def _listed(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers[:_MOST_NAMED])) + ", ..." * (len(numbers) > _MOST_NAMED)
 
 
 def position_after_change(consumed: int, old_seq_length: int, new_seq_length: int) -> int:
