@@ -198,6 +198,10 @@ class BatchLoader:
         _, batches = self._ahead.popleft()
         return batches.result()
 
+    def batch_of_rank(self, consumed: int, data_parallel_rank: int, count: int) -> list[Batch]:
+        """Reads the first ``count`` micro-batches that another data-parallel rank has in the step at ``consumed``."""
+        return self._executor.submit(self._read, consumed, data_parallel_rank, count).result()
+
     def start(self, consumed: int, steps: int, skipped: Container[int] = ()) -> None:
         """Tells the loader which batches the run will ask for, so that it reads no others, and reads the first of them.
 
@@ -250,10 +254,10 @@ class BatchLoader:
             return self._end is None or consumed < self._end
         return consumed + self._sizes.full <= self.num_batches * self._sizes.full
 
-    def _read(self, consumed: int) -> list[Batch]:
+    def _read(self, consumed: int, rank: int | None = None, count: int | None = None) -> list[Batch]:
         batches = []
         length, read = self._instances.seq_length, self._instances.read
-        for positions, ids in zip(*self._own(consumed), strict=True):
+        for positions, ids in itertools.islice(zip(*self._own(consumed, rank), strict=True), count):
             samples = []
             for position, i in zip(positions.tolist(), ids.tolist(), strict=True):
                 transform = None
@@ -278,11 +282,11 @@ class BatchLoader:
             return Batch(tokens_BS, labels_BS, documents, positions_BS, int((labels_BS != NO_LABEL).sum()))
         return Batch(tokens_BS, labels_BS, documents, positions_BS, each * len(samples), has_equal_label_counts=True)
 
-    def _own(self, consumed: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Positions and instances of this rank's samples: int64 [micro-batches, micro_batch_size] each."""
+    def _own(self, consumed: int, rank: int | None = None) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Positions and instances of a rank's samples, None: this one's: int64 [micro-batches, micro_batch_size]."""
         ids, size = self.sample_ids(consumed), self._sizes.at(consumed)
         order = shuffled_rows(size, consumed) if isinstance(self._instances, Mixture) else np.arange(size)
-        own = order.reshape(-1, *self._layout)[:, self._rank]
+        own = order.reshape(-1, *self._layout)[:, self._rank if rank is None else rank]
         return consumed + own, ids[own]
 
 

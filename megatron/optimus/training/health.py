@@ -70,6 +70,19 @@ class NumericError(TrainingError):
         self.first_step = first_step
 
 
+class IntegrityError(TrainingError):
+    """Bits have flipped, or a computation came out wrong.
+
+    Args:
+        text: what was found, and where.
+        last_good_step: checkpoints of later steps may contain it.
+    """
+
+    def __init__(self, text: str, last_good_step: int) -> None:
+        super().__init__(text)
+        self.last_good_step = last_good_step
+
+
 class RecentValues:
     """The last finite values of a number that every step has."""
 

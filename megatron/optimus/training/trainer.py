@@ -50,10 +50,12 @@ from megatron.optimus.training.health import (
     MAX_SKIPPED_BY_POLICY,
     MAX_SKIPPED_IN_A_ROW,
     Health,
+    IntegrityError,
     NumericError,
     TrainingError,
     check_devices,
 )
+from megatron.optimus.training.integrity import Integrity
 from megatron.optimus.training.logging import (
     MetricsLogger,
     closing_lines,
@@ -113,6 +115,7 @@ def train_step(
     before_update: Callable[[], None] = lambda: None,
     stop_requested: Callable[[], bool] = lambda: False,
     after_backward: Callable[[Sequence[Tensor]], None] = lambda losses: None,
+    after_update: Callable[[], None] = lambda: None,
 ) -> PendingResult:
     """Queues one optimizer step; nothing here waits for the device. Collective.
 
@@ -129,6 +132,7 @@ def train_step(
         before_update: called before anything changes that a checkpoint holds.
         stop_requested: whether this rank was asked to end the run; called while the device works.
         after_backward: called with the losses of this rank's micro-batches when the passes are queued.
+        after_update: called when the update is queued.
 
     Returns:
         The step's result; its ``read`` waits for the device.
@@ -142,6 +146,7 @@ def train_step(
     heartbeat.beat("optimizer step")
     with record_function(OPTIMIZER_STEP):
         engine.step()
+    after_update()
 
     # One all-reduce for the metrics of all layers and micro-batches, the load of every expert, and requests to stop.
     for loss_sum, batch in zip(losses, batches, strict=False):  # none where another pipeline stage has the loss
@@ -231,6 +236,7 @@ class Trainer:
         self.health.restore(self.checkpoints.extra_state)
         self.rollbacks.restore(self.checkpoints.extra_state)
         self.nonfinite = NonFiniteSource(self.model, run.ranks, self.data.train.describe)
+        self.integrity = Integrity(run, self.engine, self.schedule, self.data.train, self.step)
         self.recorder, self.clock = Recorder(run.ranks), StepClock(run.device)
         self.sampler: StepSampler | None = None  # while steps are compared over the ranks
         self.is_async_device = devices.is_asynchronous(run.device)
@@ -259,6 +265,9 @@ class Trainer:
                 self._start_data()
             try:
                 self._train_and_roll_back(metrics_logger, stop, profiler)
+            except IntegrityError as error:
+                self.checkpoints.discard_after(error.last_good_step)  # the run begins again from before it
+                raise
             except TrainingError:
                 self.checkpoints.finish()  # those in flight hold steps from before the trouble
                 raise
@@ -313,6 +322,7 @@ class Trainer:
             text = f"{wanted.reason}; there is no checkpoint from before step {wanted.first} to go back to"
             raise NumericError(f"{text}: save earlier with --save-interval, or keep more with --save-retain")
         self.step, self.consumed_samples = position
+        self.integrity.forget()
         for part in (self.health, self.rollbacks):
             part.restore(self.checkpoints.extra_state)
         one = self.rollbacks.add(wanted, at_step, self.step)
@@ -340,9 +350,13 @@ class Trainer:
                 estimate_curvature(
                     *(self.run, self.engine, self.schedule, batches, self.step), self.checkpoints.before_update
                 )
+                self.integrity.forget()
+            with self.run.ranks.failing_alike():
+                self.integrity.check_gradients(self.step + 1, self.consumed_samples, batches)
             result = train_step(
                 *(self.run, self.engine, self.schedule, self.recorder, batches),
-                before_update=self.checkpoints.before_update,
+                before_update=self._before_update,
+                after_update=partial(self.integrity.after_update, self.step + 1),
                 stop_requested=partial(self._is_asked_to_stop, stop),  # a rank that cannot go on must not leave alone
                 after_backward=partial(self.nonfinite.end_step, self.consumed_samples),
             )
@@ -381,6 +395,10 @@ class Trainer:
         with self.clock.data():
             batches = self.data.train.batch(self.consumed_samples)
         return [batch.to(self.run.device) for batch in batches]
+
+    def _before_update(self) -> None:
+        self.checkpoints.before_update()
+        self.integrity.before_update(self.step + 1, self.recorder)
 
     def _set_rates(self) -> float:
         """Sets learning rate (returned) and largest gradient norms of the next step."""
@@ -450,6 +468,7 @@ class Trainer:
         others = {**result.metrics, **{f"valid_loss/{name}": value for name, value in valid_losses.items()}}
         loss = others.pop("loss", 0.0)
         with self.run.ranks.failing_alike():
+            self.integrity.judge(queued.step, result.metrics)
             self._judge(queued.step, loss, result, others)
         if unreadable is not None:
             logger.info("validation data cannot be read: saving step %d", self.step)

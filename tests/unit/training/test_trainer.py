@@ -30,6 +30,7 @@ from megatron.optimus.training import profiling
 from megatron.optimus.training import trainer as training
 from megatron.optimus.training.evaluate import SetLoss
 from megatron.optimus.training.health import Health
+from megatron.optimus.training.integrity import Integrity
 from megatron.optimus.training.lr_schedule import RateSchedule
 from megatron.optimus.training.metrics import read_metrics
 from megatron.optimus.training.nonfinite import NonFiniteSource
@@ -149,6 +150,7 @@ class Run:
         )
         trainer.last_step, trainer.health = config.training.train_iters, Health()
         trainer.clock, trainer.sampler = StepClock(device), None
+        trainer.integrity = Integrity(trainer.run, trainer.engine, None, self, 0)  # type: ignore[arg-type]
         trainer.rollbacks = Rollbacks(config.training)
         trainer.nonfinite = NonFiniteSource(nn.Module(), trainer.run.ranks, lambda *_: "")
         monkeypatch.setattr(training, "train_step", self.train_step)
