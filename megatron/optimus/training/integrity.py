@@ -99,7 +99,7 @@ class Integrity:
         """Raises IntegrityError on every rank where the numbers of a step say that checksums differed."""
         if not metrics.get(METRIC, 0.0) or self._states is None:
             return
-        found = next(one for one in self._recent if one.step == step)
+        found = next(one for one in reversed(self._recent) if one.step == step)
         flags = [] if found.changed is None else found.changed.tolist()
         changed = [name for name, is_changed in zip(self._states.names(), flags, strict=False) if is_changed]
         suspects = [suspects_of(ranks, names, sums.cpu()) for ranks, names, sums in found.replicas]
