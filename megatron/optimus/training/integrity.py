@@ -44,7 +44,7 @@ class _Comparison(NamedTuple):
 
     step: int
     changed: Tensor | None  # bool, of this rank's states
-    replicas: list[tuple[list[int], list[str], Tensor]]  # ranks, names of flat buffers, int64 [ranks, buffers, 2]
+    replicas: Sequence[tuple[list[int], list[str], Tensor]]  # ranks, names of flat buffers, int64 [ranks, buffers, 2]
 
 
 class Integrity:
@@ -79,8 +79,8 @@ class Integrity:
         if step % self._interval:
             return
         changed = self._states.changed()
-        replicas = [tuple(one) for one in self._states.replicas()]
-        self._recent.append(_Comparison(step, changed, replicas))  # type: ignore[arg-type]
+        replicas = self._states.replicas()
+        self._recent.append(_Comparison(step, changed, replicas))
         counts = [(sums != sums[:1]).sum() for _, _, sums in replicas] + ([] if changed is None else [changed.sum()])
         count = torch.stack(counts).sum() if counts else torch.zeros((), dtype=torch.int64)
         recorder.add(METRIC, count, "sum", 1.0)
