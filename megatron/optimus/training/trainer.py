@@ -264,7 +264,12 @@ class Trainer:
             with self.run.startup.phase("data", "reading the first batches"):
                 self._start_data()
             try:
-                self._train_and_roll_back(metrics_logger, stop, profiler)
+                while True:
+                    try:
+                        self._train(metrics_logger, stop, profiler)
+                        break
+                    except RollbackRequested as wanted:
+                        self._roll_back(wanted, metrics_logger)
             except IntegrityError as error:
                 self.checkpoints.discard_after(error.last_good_step)  # the run begins again from before it
                 raise
@@ -302,25 +307,18 @@ class Trainer:
         self.run.ranks.run_on_all_ranks(start, "reading the first batches", DataError)
         self.clock.restart()
 
-    def _train_and_roll_back(self, metrics_logger: MetricsLogger, stop: StopRequest, profiler: StepProfiler) -> None:
-        """``_train``, again from a checkpoint each time that the policies ask for a rollback."""
-        while True:
-            try:
-                return self._train(metrics_logger, stop, profiler)
-            except RollbackRequested as wanted:
-                with self.run.ranks.failing_alike():
-                    self._roll_back(wanted)
-                metrics_logger.rewind(self.step)
-                self._start_data()
+    def _roll_back(self, wanted: RollbackRequested, metrics_logger: MetricsLogger) -> None:
+        """Goes back to a checkpoint from before the bad steps, and saves it again with the steps to skip.
 
-    def _roll_back(self, wanted: RollbackRequested) -> None:
-        """Goes back to a checkpoint from before the bad steps, and saves it again with the steps to skip."""
+        Raises NumericError on every rank where there is none.
+        """
         heartbeat.beat("rolling back")
         at_step, self.queued = self.step, None
         position = self.checkpoints.roll_back(self.rollbacks.limits(wanted))
         if position is None:
             text = f"{wanted.reason}; there is no checkpoint from before step {wanted.first} to go back to"
-            raise NumericError(f"{text}: save earlier with --save-interval, or keep more with --save-retain")
+            with self.run.ranks.failing_alike():
+                raise NumericError(f"{text}: save earlier with --save-interval, or keep more with --save-retain")
         self.step, self.consumed_samples = position
         self.integrity.forget()
         for part in (self.health, self.rollbacks):
@@ -332,12 +330,14 @@ class Trainer:
         self.alerts.send(ROLLBACK, at_step, text, is_logged=True)
         self.checkpoints.extra_state |= self.rollbacks.to_json()
         self.checkpoints.save_again(self.step, self.consumed_samples)
+        metrics_logger.rewind(self.step)
+        self._start_data()
 
     def _train(self, metrics_logger: MetricsLogger, stop: StopRequest, profiler: StepProfiler) -> None:
         """Trains, logs, evaluates and saves until the last step, an ``exit_interval``, or any rank's request to stop.
 
-        Raises, on every rank, TrainingError where the run is unhealthy, DataError where data cannot be read, and
-        CheckpointError where a save failed.
+        Raises, on every rank, TrainingError where the run is unhealthy, RollbackRequested where it is to go back,
+        DataError where data cannot be read, and CheckpointError where a save failed.
         """
         training = self.config.training
         while self._skip_steps() < self.last_step:
