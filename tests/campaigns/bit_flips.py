@@ -217,6 +217,7 @@ def run_layout(rank: int, world: int, folder: str, options: str, flips: int, cle
     """Trials and clean steps on one layout; the same on every rank."""
     victim = Victim(rank, world, folder, options, seed)
     table: dict[str, Counter[str]] = {}
+    wrong: list[dict[str, Any]] = []
     kinds = [*STORED, *COMPUTED]
     for number in range(flips):
         kind, bad_rank = kinds[number % len(kinds)], victim.shared.randrange(world)
@@ -228,6 +229,8 @@ def run_layout(rank: int, world: int, folder: str, options: str, flips: int, cle
         row["found" if has_changed else "false_alarms"] += bool(text)
         if text:
             row[verdict(text, bad_rank)] += 1
+            if verdict(text, bad_rank) == "another named":
+                wrong.append({"kind": kind, "rank": bad_rank, "text": text})
     victim.restore()
     alarms = 0
     for _ in range(clean):
@@ -241,7 +244,8 @@ def run_layout(rank: int, world: int, folder: str, options: str, flips: int, cle
             if type(error).__name__ != "IntegrityError":
                 raise
             alarms += 1
-    return {"table": {kind: dict(row) for kind, row in table.items()}, "clean_steps": clean, "false_alarms": alarms}
+    rows = {kind: dict(row) for kind, row in table.items()}
+    return {"table": rows, "another_named": wrong[:20], "clean_steps": clean, "false_alarms": alarms}
 
 
 def run(flips: int, clean: int, seed: int, layouts: tuple[str, ...] = tuple(LAYOUTS)) -> dict[str, Any]:
@@ -267,11 +271,12 @@ def main() -> None:
     parser.add_argument("--flips", type=int, default=2000)
     parser.add_argument("--clean-steps", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args()
     torch.set_num_threads(1)
     began = time.monotonic()
-    layouts = run(options.flips, options.clean_steps, options.seed)
+    layouts = run(options.flips, options.clean_steps, options.seed, tuple(options.layouts))
     evidence = {"seed": options.seed, "wall_s": round(time.monotonic() - began), "layouts": layouts}
     options.output.write_text(json.dumps(evidence, indent=1) + "\n")
     print(json.dumps(evidence))
