@@ -127,7 +127,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         command += [] if args.run_dir else ["--save-interval", "0", "--save", str(folder / "none")]
     else:
         peer = [str(ROOT / "benchmarks/time_to_loss_peers.py"), args.system, str(folder), str(args.seconds)]
-        command = [*peer, *options]
+        command = [*peer, "--", *options]
     process = subprocess.Popen([sys.executable, *command], cwd=ROOT)
     try:
         code = process.wait(args.seconds + 120 if args.seconds else None)

@@ -1,9 +1,9 @@
 """A peer's training loop for time_to_loss.py: the project's samples and schedule, everything else the peer's.
 
-    python benchmarks/time_to_loss_peers.py SYSTEM FOLDER SECONDS OPTIONS...
+    python benchmarks/time_to_loss_peers.py SYSTEM FOLDER SECONDS -- OPTIONS...
 
 OPTIONS are the training program's. FOLDER gets metrics.jsonl, with the fields that time_to_loss.py reads, and
-about.json.
+about.json. SECONDS of training end the run early; 0: never.
 
 transformers   Qwen3ForCausalLM or Qwen3MoeForCausalLM as a plain loop has it: fp32 weights under bf16 autocast, SDPA,
                experts by grouped_mm, its auxiliary loss, torch's fused AdamW.
@@ -15,6 +15,7 @@ torchtitan     training_step_peers.py's model, under FSDP2 and compiled as it re
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import sys
@@ -223,4 +224,10 @@ def evaluate(peer: Peer, loader: Any, size: int, device: torch.device) -> float:
 
 
 if __name__ == "__main__":
-    train(sys.argv[1], Path(sys.argv[2]), float(sys.argv[3]), sys.argv[4:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("system", choices=PEERS)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("seconds", type=float)
+    parser.add_argument("options", nargs="+")
+    args = parser.parse_args()
+    train(args.system, args.folder, args.seconds, args.options)

@@ -26,10 +26,7 @@ from types import MappingProxyType
 from typing import Any
 
 _CONTEXT = mp.get_context("forkserver")
-# torch's compiler and pipelining are imported by the first optimizer and the first pipeline, in each rank anew.
-_TORCH = ["torch._dynamo", "torch.distributed.pipelining"]
-_PROGRAM = ["megatron.optimus.pretrain", "megatron.optimus.training.trainer", "megatron.optimus.training.evaluate"]
-_CONTEXT.set_forkserver_preload(["deepspeed", *_TORCH, *_PROGRAM])
+_CONTEXT.set_forkserver_preload(["tests.preload"])
 
 
 def _worker(

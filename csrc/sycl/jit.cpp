@@ -137,9 +137,13 @@ int guarded(char* message, size_t size, Body body) {
 extern "C" {
 
 // opencl: path of Intel's OpenCL library for CPUs. The OpenCL loader reads it from the environment at its first use.
-int optimus_sycl_open(const char* kernel_folder, const char* opencl, void** runtime, char* message, size_t size) {
+// cache: a folder for compiled kernels, which the SYCL runtime finds again by their source, options and device.
+int optimus_sycl_open(const char* kernel_folder, const char* opencl, const char* cache, void** runtime, char* message,
+                      size_t size) {
   return guarded(message, size, [&] {
     setenv("OCL_ICD_FILENAMES", opencl, 1);
+    setenv("SYCL_CACHE_PERSISTENT", "1", 1);
+    setenv("SYCL_CACHE_DIR", cache, 1);
     auto made = std::make_unique<Runtime>(kernel_folder);
     copy(made->device(), message, size);
     *runtime = made.release();

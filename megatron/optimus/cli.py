@@ -33,6 +33,15 @@ COMMANDS = {
         "megatron.optimus.commands.expert_balance",
         "report the load of experts, and compute a balanced placement",
     ),
+    "lr-find": ("megatron.optimus.commands.lr_find", "find a learning rate by one short run with a rising rate"),
+    "sweep": (
+        "megatron.optimus.commands.sweep",
+        "run a grid of options, and compare the runs in a table and a picture",
+    ),
+    "coordinate-check": (
+        "megatron.optimus.commands.coordinate_check",
+        "check a parametrization: the change of activations at several widths and depths",
+    ),
     "doctor": ("megatron.optimus.commands.doctor", "check this machine's installation, and say how to mend it"),
     "tune-kernels": ("megatron.optimus.commands.tune_kernels", "autotune the Triton expert kernels on this GPU"),
 }

@@ -15,7 +15,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -38,7 +38,7 @@ from megatron.optimus.launcher.nodes import FILE_NAME as BAD_NODES
 from megatron.optimus.launcher.nodes import NodePool
 from megatron.optimus.launcher.supervisor import AttemptResult, run_local, run_monitored, run_with_restarts
 from megatron.optimus.models.huggingface.config import take_from_hf
-from megatron.optimus.platform import environment
+from megatron.optimus.platform import environment, memory_slots
 from megatron.optimus.platform.log import print_error, printable
 from megatron.optimus.training.metrics import FILE_NAME
 
@@ -114,7 +114,8 @@ def _check_ranks(launch: Launch) -> None:
 def _run(launch: Launch, request: LaunchRequest, env: dict[str, str], config: RunConfig) -> int:
     """Runs the launch with restarts."""
     run_dir, metrics = Path(config.logging.run_dir), Path(config.logging.run_dir) / FILE_NAME
-    newest, interval = partial(_newest_step, config), config.checkpoint.save_interval
+    interval = config.checkpoint.save_interval
+    has_memory = request.max_restarts > 0 and config.checkpoint.memory_checkpoint_interval != 0
     if launch.method is LaunchMethod.LOCAL:
         unseen = 60.0 * config.parallel.distributed_timeout_minutes
         watch = partial(
@@ -126,28 +127,35 @@ def _run(launch: Launch, request: LaunchRequest, env: dict[str, str], config: Ru
             fork_server=ForkServer(config.parallel.device.value),
             argv=request.options,
             hangs=None if request.stall_seconds == 0 else watch,
+            memory=has_memory,
         ) as agent:
             hint = "" if request.max_restarts else "; --max-restarts N would start them again by itself"
             nodes = NodePool((), 0, launch.ranks_per_node)
             attempt = partial(run_local, agent, metrics, hint)
+            newest = partial(_newest_step, config, agent.memory_folder)
             return run_with_restarts(lambda _: attempt(), nodes, request.max_restarts, newest, interval)
     with tempfile.TemporaryDirectory(prefix="optimus-launch-") as folder:
         hostfile = Path(folder) / "hosts"
 
         def attempt_on(hosts: Sequence[str]) -> AttemptResult:
             hostfile.write_text("".join(f"{host}\n" for host in hosts), encoding="utf-8")
-            command = launch.command(hosts, str(hostfile))
+            passed = (*launch.passed, environment.MEMORY_FOLDER) if has_memory else launch.passed
+            command = replace(launch, passed=passed).command(hosts, str(hostfile))
             # By the environment: other users can read a command line.
             variables = {environment.RENDEZVOUS_TOKEN: secrets.token_hex(16), **env, **launch.environment(hosts)}
+            if has_memory:
+                variables[environment.MEMORY_FOLDER] = str(memory)
             return run_monitored(command, variables, request.stall_seconds or None, metrics)
 
+        memory = Path(env.get(environment.MEMORY_FOLDER) or memory_slots.shared_folder(secrets.token_hex(8)))
+        newest = partial(_newest_step, config, memory if has_memory else None)
         hosts = [*launch.hosts, *launch.spares]
         nodes = NodePool(hosts, len(launch.hosts), launch.ranks_per_node, run_dir / BAD_NODES)
         return run_with_restarts(attempt_on, nodes, request.max_restarts, newest, interval)
 
 
-def _newest_step(config: RunConfig) -> int:
-    """Returns the step of the newest full checkpoint; -1 where there is none, or the folder cannot be read.
+def _newest_step(config: RunConfig, memory: Path | None) -> int:
+    """Returns the step of the newest full checkpoint, on disk or in the folder ``memory``; -1 where there is none.
 
     The package of checkpoints imports torch, for which a launcher does not wait; hence the names are read here.
     """
@@ -155,8 +163,9 @@ def _newest_step(config: RunConfig) -> int:
     try:
         names = os.listdir(folder)
     except OSError:
-        return -1
-    return max((int(found[1]) for found in map(_CHECKPOINT.fullmatch, names) if found), default=-1)
+        names = []
+    steps = [int(found[1]) for found in map(_CHECKPOINT.fullmatch, names) if found]
+    return max([memory_slots.newest_step(memory), *steps])
 
 
 def _describe(launch: Launch, run: Run) -> str:

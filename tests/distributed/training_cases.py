@@ -11,6 +11,7 @@ from megatron.optimus.config.schema import (
     LoadBalancing,
     OptimizerConfig,
     ParallelConfig,
+    Parametrization,
     PipelineSchedule,
     Precision,
     Recompute,
@@ -37,6 +38,13 @@ MOE = dict(
     moe_aux_loss_coeff=0.3,
 )
 SHARED = MOE | dict(moe_shared_expert_intermediate_size=20, moe_shared_expert_gate=True, add_qkv_bias=True)
+COMPLETEP = dict(
+    parametrization=Parametrization.COMPLETEP,
+    base_hidden_size=8,
+    base_num_layers=1,
+    base_ffn_hidden_size=8,
+    base_moe_ffn_hidden_size=6,
+)
 TIED = dict(untie_embeddings_and_output_weights=False)
 MODELS = {
     "moe": MOE,
@@ -48,6 +56,7 @@ MODELS = {
     "moe, four layers, tied": MOE | TIED | dict(num_layers=4),
     "dense, tied": TIED,
     "dense layers first": SHARED | dict(num_layers=4, moe_layer_freq=[0, 0, 1, 1], moe_router_enable_expert_bias=True),
+    "completep": SHARED | COMPLETEP,
     "every second layer": MOE | dict(num_layers=4, moe_layer_freq=[0, 1, 0, 1]),
 }
 PP2 = dict(pipeline_model_parallel_size=2)
@@ -170,6 +179,19 @@ CASES = {
         CHUNKS | dict(pipeline_schedule=PipelineSchedule.INTERLEAVED_1F1B, expert_model_parallel_size=2),
         "every second layer",
         SMALL_BUCKETS | dict(zero_stage=2),
+    ),
+    "tp 2 x dp 2, ep 2 x etp 2, completep": Case(
+        dict(
+            tensor_model_parallel_size=2,
+            expert_model_parallel_size=2,
+            expert_tensor_parallel_size=2,
+            moe_token_dispatcher_type=TokenDispatcherType.ALLTOALL,
+        ),
+        "completep",
+        SMALL_BUCKETS,
+    ),
+    "pp 2 x dp 2, ep 2, zero 2, completep": Case(
+        PP2 | dict(expert_model_parallel_size=2), "completep", SMALL_BUCKETS | dict(zero_stage=2)
     ),
     "pp 2 x tp 2, tied": Case(PP2 | dict(tensor_model_parallel_size=2), "dense, tied"),
 }

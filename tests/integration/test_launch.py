@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -100,40 +101,53 @@ def test_wrong_command_lines(words: list[str], expected: str, capsys: pytest.Cap
 
 
 MPIEXEC = """#!{python}
-# Stands for PALS: one process a rank, its place in PALS's variables; the first attempt loses node x1.
-import os, subprocess, sys
+# Stands for PALS: one process a rank, its place in PALS's variables, memory of its own for each node. The first attempt
+# loses node x1, with its memory, after ten steps.
+import os, shutil, subprocess, sys, time
 words = sys.argv[1:]
 assert os.environ["OPTIMUS_RENDEZVOUS_TOKEN"] not in words
 hosts = open(words[words.index("--hostfile") + 1]).read().split()
 log = open("{log}", "a")
 print(*hosts, file=log, flush=True)
-if hosts[1] == "x1":
-    print("x1.hsn: shepherd died from signal 9")
-    sys.exit(1)
 ppn = int(words[words.index("--ppn") + 1])
 program = words[words.index(sys.executable):]
-places = [dict(PALS_RANKID=str(r), PALS_LOCAL_RANKID=str(r % ppn), PALS_LOCAL_SIZE=str(ppn))
-          for r in range(int(words[words.index("-n") + 1]))]
+memory = [os.environ["OPTIMUS_MEMORY_FOLDER"] + "-" + host for host in hosts]
+places = [dict(PALS_RANKID=str(r), PALS_LOCAL_RANKID=str(r % ppn), PALS_LOCAL_SIZE=str(ppn),
+               OPTIMUS_MEMORY_FOLDER=memory[r // ppn]) for r in range(int(words[words.index("-n") + 1]))]
 ranks = [subprocess.Popen(program, env=dict(os.environ, **place)) for place in places]
-sys.exit(max(rank.wait() for rank in ranks))
+metrics = program[program.index("--run-dir") + 1] + "/metrics.jsonl"
+while hosts[1] == "x1" and all(rank.poll() is None for rank in ranks):
+    if os.path.exists(metrics) and open(metrics).read().count("\\n") >= 10:
+        ranks[1].kill()
+        ranks[1].wait()
+        shutil.rmtree(memory[1])
+        print("x1.hsn: shepherd died from signal 9")
+    time.sleep(0.01)
+sys.exit(max(abs(rank.wait()) for rank in ranks))
 """
 
 
-def test_a_pbs_job_replaces_a_lost_node_and_trains(tmp_path: Path, tokens: Path) -> None:
+def test_a_pbs_job_replaces_a_lost_node_and_goes_on_from_the_memory_of_the_others(tmp_path: Path, tokens: Path) -> None:
     mpiexec, nodes, log = tmp_path / "mpiexec", tmp_path / "nodes", tmp_path / "log"
     mpiexec.write_text(MPIEXEC.format(python=sys.executable, log=log))
     mpiexec.chmod(0o755)
     nodes.write_text("x0\nx1\nx2\n")
     env = {**environment(), "PATH": f"{tmp_path}:{os.environ['PATH']}", "PBS_NODEFILE": str(nodes)}
-    env["MASTER_ADDR"] = "127.0.0.1"  # the nodes do not exist
+    env |= {"MASTER_ADDR": "127.0.0.1", "OPTIMUS_MEMORY_FOLDER": str(tmp_path / "memory")}  # the nodes do not exist
     words = ["--launcher", "mpiexec", "--mpi", "pals", "--nodes", "2", "--nproc-per-node", "1", "--max-restarts", "1"]
-    run = ["--train-iters", "2", "--data-path", str(tokens), "--run-dir", str(tmp_path / "run")]
+    run = ["--train-iters", "60", "--data-path", str(tokens), "--run-dir", str(tmp_path / "run")]
+    run += ["--memory-checkpoint-interval", "4", "--save-interval", "0", "--eval-interval", "0"]
     command = [sys.executable, "-m", "megatron.optimus.launch", *words, *TINY, *run]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert log.read_text().splitlines() == ["x0 x1", "x0 x2"]
     assert "lost nodes: x1" in done.stderr
-    assert (tmp_path / "run" / "metrics.jsonl").read_text().count("\n") >= 2
+    assert "rank 1 got its state of step" in done.stdout and "resumed from host memory: step" in done.stdout
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 61))
+    [lost] = [line["lost_steps"] for line in lines if line.get("lost_steps") is not None and line["step"] > 1]
+    assert lost <= 7  # less than an interval since the last copy, and one where that was not complete
+    assert list(tmp_path.glob("memory-*")) == []  # given back
 
 
 def test_a_starter_that_is_not_there(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from megatron.optimus.training.metrics import read_metrics
 from tests.integration.conftest import Program
 from tests.integration.test_pretrain import numbers, succeed, tensors
 
+COMPLETEP = "--parametrization completep --base-hidden-size 16 --base-num-layers 1"
 QUIET = ("--eval-interval", 0)
 
 
@@ -32,7 +33,11 @@ def test_the_loss_falls_under_sgd(tmp_path: Path, train: Program) -> None:
 @pytest.mark.parametrize(
     ("options", "ranks", "kinds"),
     [
-        ("--optimizer muon --lr 1e-2 --muon-momentum 0.9 --expert-model-parallel-size 2", 2, {"momentum_buffer"}),
+        (
+            "--optimizer muon --lr 1e-2 --muon-momentum 0.9 --expert-model-parallel-size 2 " + COMPLETEP,
+            2,
+            {"momentum_buffer"},
+        ),
         (
             "--optimizer soap --lr 3e-3 --soap-precondition-frequency 3 --tensor-model-parallel-size 2",
             2,

@@ -42,10 +42,10 @@ def tensors(checkpoint: Path) -> dict[tuple[str, str], torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def unbroken(tmp_path_factory: pytest.TempPathFactory, pretrain: Program, tokens: Path) -> Path:
+def unbroken(tmp_path_factory: pytest.TempPathFactory, train: Program, tokens: Path) -> Path:
     """Two ranks, expert parallelism 2, eight steps without interruption, then a test set."""
     run_dir = tmp_path_factory.mktemp("unbroken")
-    out = succeed(pretrain(run_dir, "--expert-model-parallel-size", 2, "--test-data-path", f"held={tokens}", ranks=2))
+    out = succeed(train(run_dir, "--expert-model-parallel-size", 2, "--test-data-path", f"held={tokens}", ranks=2))
     assert "step=8 loss=" in out and out.index("step=8 loss=") < out.index("held: loss ")
     return run_dir
 

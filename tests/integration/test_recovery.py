@@ -23,7 +23,7 @@ class Launched:
 
     def __init__(self, run_dir: Path, tokens: Path, *words: str) -> None:
         self.run_dir, self.log = run_dir, run_dir.parent / "log"
-        command = [sys.executable, "-m", "megatron.optimus.launch", "--nproc-per-node", "2", *words, *TRAIN]
+        command = [sys.executable, "-m", "megatron.optimus.launch", "--nproc-per-node", "2", *TRAIN, *words]
         command += ["--data-path", str(tokens), "--run-dir", str(run_dir)]
         with self.log.open("wb") as file:
             self.process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment())
@@ -31,6 +31,15 @@ class Launched:
     def ranks(self) -> list[int]:
         """The processes that the launcher's fork server has forked, in rank order."""
         return [rank for server in _children(self.process.pid) for rank in _children(server)]
+
+    def memory_folders(self) -> list[Path]:
+        """The folders of links to the memory that the launcher holds."""
+        held = f"/proc/{self.process.pid}/fd/"
+        return [
+            folder
+            for folder in Path("/dev/shm").glob("optimus-launch-*/memory")
+            if any(os.readlink(link).startswith(held) for link in folder.glob("rank-*"))
+        ]
 
     def steps(self) -> list[dict[str, float]]:
         path = self.run_dir / "metrics.jsonl"
@@ -98,13 +107,27 @@ def test_ranks_are_replaced_and_a_request_to_stop_is_obeyed(launched: Callable[.
     assert steps == list(range(1, last + 1))
 
 
-def test_no_rank_trains_on_when_the_launcher_is_killed(launched: Callable[..., Launched]) -> None:
-    run = launched("--max-restarts", "5", "--stall-timeout", "100")
+def test_restarts_go_on_from_host_memory_which_ends_with_the_launcher(launched: Callable[..., Launched]) -> None:
+    """Without any checkpoint on disk; then the launcher is killed: no rank trains on, and no memory stays."""
+    words = "--max-restarts 5 --stall-timeout 100 --save-interval 100000 --memory-checkpoint-interval 4".split()
+    run = launched(*words)
     run.wait_for_new_start(0.0)
+    now, folders = time.time(), run.memory_folders()
+    assert len(folders) == 1 and len(list(folders[0].glob("rank-*"))) == 4  # two ranks, two generations
+    os.kill(run.ranks()[1], signal.SIGKILL)
+    run.wait_for_new_start(now)
+    text = run.log.read_text()
+    assert "resumed from host memory: step " in text and "the next one starts now" in text
+    [first] = [step for step in run.steps() if step.get("lost_steps") is not None and step["wall_time"] > now]
+    assert first["lost_steps"] <= 7  # less than an interval since the last copy, and one where that is not complete
+    steps = [line["step"] for line in run.steps()]
+    assert steps == list(range(1, len(steps) + 1)) and first["step"] > 1
+
     ranks = run.ranks()
     assert len(ranks) == 2
     run.process.kill()
     run.process.wait()
     run.wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in ranks), seconds=30)
+    assert not any(folder.exists() for folder in folders)  # the memory itself had no name
     assert not (run.run_dir / "checkpoints" / ".claim").exists()  # another job may have the folder
     assert (run.run_dir / "checkpoints" / f"step-{int(run.steps()[-1]['step']):08}").is_dir()

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.ops.targets import INTERPRETED
+
 
 def pytest_configure() -> None:
     if importlib.util.find_spec("megatron.optimus.ops._C") is None:
@@ -23,6 +25,18 @@ def _auto_backend():
 
     yield
     ops.set_backend("auto")
+
+
+@pytest.fixture(scope="session", autouse=INTERPRETED)
+def _many_rows_a_program():
+    """The interpreter takes as long for a program of two rows as of 64, and tests/ops/test_autotune.py tries every
+    number of rows that a GPU may have."""
+    from megatron.optimus.ops.triton.candidates import CANDIDATES, Tiles
+
+    before = CANDIDATES["swiglu_backward"]
+    CANDIDATES["swiglu_backward"] = (Tiles(64, 1024, 0, 8, 1, 1), *before)
+    yield
+    CANDIDATES["swiglu_backward"] = before
 
 
 @pytest.fixture

@@ -18,11 +18,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from megatron.optimus import ops
 from megatron.optimus.ops import reference
-from tests.ops.cases import CASES, Case, make_inputs, values_and_gradients
+from tests.ops.cases import Case, make_inputs, values_and_gradients
 from tests.ops.sycl_device import needs_sycl
 from tests.ops.targets import ROUTER_TARGETS, TARGETS
 
 DTYPE = {"triton": torch.float16, "cuda": torch.bfloat16}
+CASE = Case(12, 16, 8, 3, 2)
 
 # Second derivatives
 
@@ -45,8 +46,7 @@ def refused(run: Callable[..., Tensor], *inputs: Tensor) -> None:
 
 @pytest.mark.parametrize(("backend", "device"), [t for t in TARGETS if t.id != "reference"])
 def test_second_derivatives_are_refused(backend: str, device: str) -> None:
-    inputs = [t.to(device) for t in make_inputs(CASES["odd_tokens"], DTYPE.get(backend, torch.float32))]
-    x, gate_up, down, weights, indices = inputs[:5]
+    x, gate_up, down, weights, indices, _ = make_inputs(CASE, DTYPE.get(backend, torch.float32), device)
     ops.set_backend(backend)
     refused(lambda *a: ops.moe_mlp(*a, indices), x, gate_up, down, weights)
     main_grad = ops.MainGrad(torch.zeros(gate_up.shape, device=device), lambda: None, lambda: True)
@@ -128,7 +128,7 @@ def by_linearize(run: Run, a: Tensor) -> Tensor:
 @pytest.mark.parametrize(("backend", "device"), [t for t in TARGETS if t.id != "reference"])
 def test_forward_mode_is_refused(backend: str, device: str, derive: Callable[..., Tensor]) -> None:
     ops.set_backend(backend)
-    inputs = make_inputs(Case(12, 16, 8, 3, 2), DTYPE.get(backend, torch.float32), device)
+    inputs = make_inputs(CASE, DTYPE.get(backend, torch.float32), device)
     for name, run, argument in calls(*inputs[:5]):
         run(argument)
         message = f"{name} has no forward-mode derivative: .*{re.escape(REMEDY)}"
@@ -139,7 +139,7 @@ def test_forward_mode_is_refused(backend: str, device: str, derive: Callable[...
 @pytest.mark.parametrize(("backend", "device"), [t for t in TARGETS if t.id != "reference"])
 def test_a_gradient_with_a_tangent_is_refused(backend: str, device: str) -> None:
     ops.set_backend(backend)
-    inputs = make_inputs(Case(12, 16, 8, 3, 2), DTYPE.get(backend, torch.float32), device)
+    inputs = make_inputs(CASE, DTYPE.get(backend, torch.float32), device)
     for name, run, argument in calls(*inputs[:5]):
         leaf = argument.detach().clone().requires_grad_()
         y = run(leaf)
@@ -152,9 +152,7 @@ def test_a_gradient_with_a_tangent_is_refused(backend: str, device: str) -> None
 @pytest.mark.parametrize(("backend", "device"), [t for t in ROUTER_TARGETS if t.id != "reference"])
 def test_what_has_no_tangent_runs_beside_what_has(backend: str, device: str) -> None:
     ops.set_backend(backend)
-    x, gate_up, down, weights, indices, _ = make_inputs(
-        Case(12, 16, 8, 3, 2), DTYPE.get(backend, torch.float32), device
-    )
+    x, gate_up, down, weights, indices, _ = make_inputs(CASE, DTYPE.get(backend, torch.float32), device)
     y = ops.moe_mlp(x, gate_up, down, weights, indices)
 
     def scaled(scale: Tensor) -> Tensor:
@@ -168,7 +166,7 @@ def test_what_has_no_tangent_runs_beside_what_has(backend: str, device: str) -> 
 def test_the_reference_has_forward_mode_derivatives() -> None:
     """Of what is an autograd.Function there, too: against the reverse mode."""
     ops.set_backend("reference")
-    x, gate_up, down, weights, indices, _ = make_inputs(Case(12, 16, 8, 3, 2), torch.float64)
+    x, gate_up, down, weights, indices, _ = make_inputs(CASE, torch.float64)
     weights, positions = weights.double(), torch.arange(24, dtype=torch.int32).view(12, 2)
     for run, argument in (
         (lambda a: reference.moe_mlp(a, gate_up, down, weights, indices), x),
@@ -185,8 +183,6 @@ def test_the_reference_has_forward_mode_derivatives() -> None:
 
 
 # Tensors without values
-
-CASE = Case(12, 16, 8, 3, 2)
 
 
 def same_kind(got: Tensor | None, want: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The Triton kernels on the CPU under Triton's interpreter: part of the tests of every backend, in their own process.
+"""The Triton kernels on the CPU under Triton's interpreter: part of the tests of every backend, in other processes.
 
 Triton is installed beside the environment by `make test` (requirements-triton.txt), or is in it anyway. fp16: the
 interpreter has no bf16 product.
@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -44,16 +45,53 @@ TESTS = {
 }
 
 
-@pytest.mark.skipif(
-    not BESIDE.is_dir() and importlib.util.find_spec("triton") is None,
-    reason="triton is not installed: pip install --no-deps --target <venv>/triton -r requirements-triton.txt",
-)
-@pytest.mark.parametrize("path", TESTS)
-def test_under_the_interpreter(path: str) -> None:
+# Imports what the tests need and forks for each of the files named on its input.
+PROGRAM = """
+import os, sys
+answers = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)  # what imports print is none
+import deepspeed, hypothesis, pytest, torch._dynamo, torch._inductor, triton
+import megatron.optimus.ops.triton
+for line in sys.stdin:
+    path, words, output = line.rstrip("\\n").split("\\t")
+    pid = os.fork()
+    if pid == 0:
+        for stream in (1, 2):
+            os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), stream)
+        code = pytest.main(["-q", "-p", "no:cacheprovider", path, "-k", words])
+        sys.stdout.flush()
+        os._exit(code)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), file=answers, flush=True)
+"""
+# Runs one file's tests: its exit code and what it printed.
+Interpreter = Callable[[str], tuple[int, str]]
+
+
+@pytest.fixture(scope="module")
+def interpreter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Interpreter]:
+    if not BESIDE.is_dir() and importlib.util.find_spec("triton") is None:
+        pytest.skip("triton is not installed: pip install --no-deps --target <venv>/triton -r requirements-triton.txt")
     places = (str(ROOT), str(BESIDE), os.environ.get("PYTHONPATH", ""))
     env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, places))}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", path, "-k", TESTS[path]]
-    run = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=False)
-    passed = re.search(r"(\d+) passed", run.stdout)
-    assert run.returncode == 0 and passed is not None and int(passed[1]) >= 2, run.stdout[-3000:] + run.stderr[-1000:]
-    assert "neither CUDA nor Triton's interpreter" not in run.stdout
+    folder = tmp_path_factory.mktemp("interpreted")
+    words, pipe = [sys.executable, "-c", PROGRAM], subprocess.PIPE
+    with subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True, cwd=ROOT, env=env) as process:
+        assert process.stdin is not None and process.stdout is not None
+        to, of = process.stdin, process.stdout
+
+        def run(path: str) -> tuple[int, str]:
+            output = folder / Path(path).name
+            print(path, TESTS[path], output, sep="\t", file=to, flush=True)
+            code = int(of.readline())
+            return code, output.read_text()
+
+        yield run
+        to.close()
+
+
+@pytest.mark.parametrize("path", TESTS)
+def test_under_the_interpreter(interpreter: Interpreter, path: str) -> None:
+    code, output = interpreter(path)
+    passed = re.search(r"(\d+) passed", output)
+    assert code == 0 and passed is not None and int(passed[1]) >= 2, output[-4000:]
+    assert "neither CUDA nor Triton's interpreter" not in output

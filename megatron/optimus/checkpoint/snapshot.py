@@ -10,7 +10,7 @@ are parts of a few flat buffers, so neighbouring slices are coalesced: they are 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -25,6 +25,8 @@ _ALIGNED = 16  # start of every copy, so that it may have any dtype
 _GAP_BYTES = 4096  # cheaper to copy than to begin anew; parameters in a bucket are aligned to less
 _COPY_BYTES = 128 << 20  # long enough for the bus
 _CAST_BYTES = 64 << 20  # most device memory that a cast takes beside the state
+
+Allocate = Callable[[Sequence[int], torch.device], list[torch.Tensor]]
 
 
 class CoalescedCopy(NamedTuple):
@@ -122,10 +124,15 @@ def _pack(items: list[tuple[int, int]], buffer_bytes: int) -> list[list[tuple[in
 
 
 class Snapshot:
-    """Host memory for one kind of checkpoint, pinned beside an accelerator and used again by every save."""
+    """Host memory for one kind of checkpoint, pinned beside an accelerator and used again by every save.
 
-    def __init__(self, device: torch.device | str) -> None:
-        self._device = torch.device(device)
+    Args:
+        device: where the slices are.
+        allocate: returns host memory: a uint8 tensor for each number of bytes.
+    """
+
+    def __init__(self, device: torch.device | str, allocate: Allocate = pinned_buffers) -> None:
+        self._device, self._allocate_buffers = torch.device(device), allocate
         self._stream = torch.Stream(self._device) if devices.has_streams(self._device) else None
         self._copied: torch.Event | None = None
         # Around the update's wait for the last copy, once that is queued.
@@ -167,7 +174,7 @@ class Snapshot:
         places, buffer_sizes = pack_into_buffers(sizes)
         if [len(buffer) for buffer in self._buffers] != buffer_sizes:
             self._buffers = self._views = self._copy_views = []  # freed before the next ones are allocated
-            self._buffers = pinned_buffers(buffer_sizes, self._device)
+            self._buffers = self._allocate_buffers(buffer_sizes, self._device)
         self._copy_views = [
             self._buffers[buffer][start : start + size].view(dtype)
             for dtype, size, (buffer, start) in zip(dtypes, sizes, places, strict=True)

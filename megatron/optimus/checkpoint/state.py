@@ -78,7 +78,12 @@ def global_name_shape(name: str, param: torch.Tensor) -> tuple[str, tuple[int, .
 
 
 def training_slices(
-    model: nn.Module, optimizer: ShardedOptimizer, *, buffers: bool, to_load: bool = False
+    model: nn.Module,
+    optimizer: ShardedOptimizer,
+    *,
+    buffers: bool,
+    to_load: bool = False,
+    all_copies: bool = False,
 ) -> list[TensorSlice]:
     """Makes the slices of a full checkpoint except random generators: master weights, moments and buffers of this rank.
 
@@ -87,6 +92,7 @@ def training_slices(
         optimizer: with this rank's shards.
         buffers: to load, True, since every rank needs them; to save, True on one rank only, since all hold the same.
         to_load: whether they are loaded, not saved.
+        all_copies: with what other ranks give too, so that this rank can be restored from its own slices.
     """
     slices = []
     for shard in optimizer.state_shards():
@@ -102,7 +108,7 @@ def training_slices(
         slices += _slices(shard.name, shard.param, shard.start, shard.stop, tensors)
     for matrix in optimizer.matrix_states():
         slices += _matrix_state_slices(matrix)
-    for shard in optimizer.tensor_states(all_copies=to_load):
+    for shard in optimizer.tensor_states(all_copies=to_load or all_copies):
         slices += _slices(shard.name, shard.param, shard.start, shard.stop, shard.tensors)
     return slices + (_buffer_slices(model) if buffers else [])
 

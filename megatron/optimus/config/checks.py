@@ -14,12 +14,14 @@ from pathlib import Path
 from megatron.optimus.config.duration import batch_sizes, check_batch_sizes, schedule_lengths
 from megatron.optimus.config.family import ParameterKind, layer_parameters
 from megatron.optimus.config.layout import Layout
+from megatron.optimus.config.parametrization import ADAM_LIKE, MUON_LIKE
 from megatron.optimus.config.schema import (
     ConfigError,
     ContextCommunication,
     Device,
     Float8,
     OptimizerName,
+    Parametrization,
     PipelineSchedule,
     Recompute,
     RunConfig,
@@ -527,6 +529,18 @@ def sophia_batch_fits(config: RunConfig, world_size: int) -> str | None:
     )
 
 
+def parametrization_has_a_rule(config: RunConfig, world_size: int) -> str | None:
+    """muP and CompleteP know how the optimizer's rates follow the width."""
+    chosen, optimizer = config.model.parametrization, config.optimizer.optimizer
+    if chosen is Parametrization.STANDARD or optimizer in (*ADAM_LIKE, *MUON_LIKE):
+        return None
+    known = one_of(name.value for name in (*ADAM_LIKE, *MUON_LIKE))
+    return (
+        f"parametrization={chosen.value} has no rule for the rates of optimizer={optimizer.value}; use {known}, or "
+        "parametrization=standard"
+    )
+
+
 RULES: list[Rule] = [
     sizes_fit_ranks,
     schedule_fits_chunks,  # before layers_fit_stages, which divides layers by the schedule's chunks
@@ -559,4 +573,5 @@ RULES: list[Rule] = [
     integrity_checks_fit_layout,
     tasks_fit_layout,
     sophia_batch_fits,
+    parametrization_has_a_rule,
 ]

@@ -166,6 +166,12 @@ class MuonLRAdjustment(str, Enum):
     MATCH_RMS_ADAMW = "match_rms_adamw"  # lr * 0.2 * sqrt(max(rows, columns)): AdamW's lr and weight decay carry over
 
 
+class Parametrization(str, Enum):
+    STANDARD = "standard"  # the same initial values, rate and decay for every tensor
+    MUP = "mup"  # they depend on the width, as config/parametrization.py says
+    COMPLETEP = "completep"  # and on the depth
+
+
 class ShampooGraft(str, Enum):
     RMSPROP = "rmsprop"
     SGD = "sgd"
@@ -176,6 +182,7 @@ class LRDecayStyle(str, Enum):
     LINEAR = "linear"
     CONSTANT = "constant"
     INVERSE_SQUARE_ROOT = "inverse-square-root"  # lr * sqrt(warm-up steps / steps), not below min_lr
+    RANGE_TEST = "range-test"  # exponential rise from min_lr to lr (arXiv 1506.01186): `optimus lr-find`
     WSD = "WSD"  # warm-up, stable, decay (arXiv 2404.06395): constant, then a decay over lr_wsd_decay_iters steps
 
 

@@ -34,6 +34,7 @@ class Option:
     is_optional: bool
     default: Any
     help: str
+    words: Mapping[str, int]  # numbers that may be written as a word
 
     @property
     def flag(self) -> str:
@@ -45,6 +46,7 @@ class Option:
         """The type in words, for error messages."""
         name = {int: "an integer", float: "a number", bool: "true or false", str: "text"}.get(self.type)
         name = name or one_of(member.value for member in self.type)  # type: ignore[attr-defined]
+        name = " or ".join([name, *self.words])
         return f"a list of {name}" if self.is_list else f"{name} or none" if self.is_optional else name
 
     @property
@@ -71,7 +73,8 @@ def _options() -> dict[str, Option]:
             assert field.name not in table, f"option {field.name} exists in two sections"
             default = getattr(defaults, field.name)
             table[field.name] = Option(
-                section, field.name, inner, is_list, is_optional, default, field.metadata["help"]
+                *(section, field.name, inner, is_list, is_optional, default),
+                **field.metadata,
             )
     return table
 
@@ -149,6 +152,8 @@ def convert(option: Option, value: Any, where: str) -> Any:
     """
     if option.is_optional and (value is None or value == "none"):
         return None
+    if isinstance(value, str) and value in option.words:
+        return option.words[value]
     if option.is_list:
         if not isinstance(value, list):
             raise ConfigError(f"{where}={value!r}: expected {option.expected}")
@@ -166,7 +171,7 @@ def parse_all(option: Option, words: list[str], where: str) -> list[Any]:
 def parse(option: Option, text: str, where: str) -> Any:
     """Converts one word of the command line into the option's (element) type. Raises ConfigError."""
     value: Any = text
-    if option.type is int and text != "none":
+    if option.type is int and text != "none" and text not in option.words:
         try:
             value = int(text)
         except ValueError:

@@ -26,6 +26,7 @@ from megatron.optimus.config.choices import (
     OnNan,
     OptimizerName,
     Packing,
+    Parametrization,
     PipelineSchedule,
     Precision,
     QKNormScope,
@@ -96,6 +97,19 @@ class ModelConfig:
         0.0, "weight of the z-loss of the output logits (PaLM: 1e-4); it is part of gradients, not of the reported loss"
     )
     init_method_std: float = option(0.02, "standard deviation of the normal initialisation")
+    parametrization: Parametrization = option(
+        Parametrization.STANDARD,
+        "mup, completep: initial values, rates, decay and epsilon of each tensor follow the growth of the model since "
+        "a base model, whose best rate then stays the best; completep: with the depth too",
+    )
+    base_hidden_size: int | None = option(None, "mup, completep: hidden_size of the base model")
+    base_num_layers: int | None = option(None, "completep: num_layers of the base model")
+    base_ffn_hidden_size: int | None = option(
+        None, "mup, completep: ffn_hidden_size of the base model; default: in proportion to hidden_size"
+    )
+    base_moe_ffn_hidden_size: int | None = option(
+        None, "mup, completep: moe_ffn_hidden_size of the base model; default: in proportion to hidden_size"
+    )
     num_experts: int = option(0, "routed experts per layer; 0: dense model")
     moe_layer_freq: list[int] = option(
         [1], "layers with experts: N for every N-th layer from the first, or a 0 or 1 for each, such as '[0]*3+[1]*13'"
@@ -163,8 +177,36 @@ class ModelConfig:
             self.is_moe or self.moe_layer_freq == [1],
             f"moe_layer_freq={shown(self.moe_layer_freq)} with num_experts=0: leave it out, or set num_experts",
         )
+        self._check_parametrization()
         gate_has_experts = shared > 0 or not self.moe_shared_expert_gate
         require(gate_has_experts, "moe_shared_expert_gate=True: set moe_shared_expert_intermediate_size, or use False")
+
+    def _check_parametrization(self) -> None:
+        at_least(self, 1, "base_hidden_size", "base_num_layers", "base_ffn_hidden_size", "base_moe_ffn_hidden_size")
+        chosen = self.parametrization
+        is_standard, has_depth = chosen is Parametrization.STANDARD, chosen is Parametrization.COMPLETEP
+        for name, is_needed, is_read in (
+            ("base_hidden_size", not is_standard, not is_standard),
+            ("base_num_layers", has_depth, has_depth),
+            ("base_ffn_hidden_size", False, not is_standard),
+            ("base_moe_ffn_hidden_size", False, not is_standard and self.is_moe),
+        ):
+            value, size = getattr(self, name), getattr(self, name.removeprefix("base_"))
+            require(
+                value is not None or not is_needed,
+                f"parametrization={chosen.value} needs {name}, the {name.removeprefix('base_')} of the model whose "
+                f"rate is known; {size} is this model's",
+            )
+            require(
+                value is None or is_read,
+                f"{name}={value} is not read with parametrization={chosen.value} and num_experts={self.num_experts}; "
+                "leave it out",
+            )
+        require(
+            is_standard or self.untie_embeddings_and_output_weights or self.normalization is Normalization.RMSNORM,
+            f"parametrization={chosen.value} with a tied head needs a final norm with a scale; use "
+            "normalization=rmsnorm, or untie_embeddings_and_output_weights=True",
+        )
 
     @property
     def is_moe(self) -> bool:
@@ -364,6 +406,10 @@ class OptimizerConfig:
         at_least(self, 1, "lr_decay_iters", "lr_decay_samples", "lr_wsd_decay_iters", "lr_wsd_decay_samples")
         require(self.zero_stage in range(4), f"zero_stage={self.zero_stage} does not exist; use 0, 1, 2 or 3")
         require(self.min_lr <= self.lr, f"min_lr={self.min_lr} exceeds lr={self.lr}; use at most {self.lr}")
+        is_rising = self.lr_decay_style is LRDecayStyle.RANGE_TEST
+        require(
+            not is_rising or self.min_lr > 0, f"min_lr={self.min_lr} with lr_decay_style=range-test: use 1e-6 or so"
+        )
         at_least(self, 1, "muon_num_ns_steps", "ddp_bucket_size")
         at_least(self, 1, "soap_precondition_frequency", "soap_max_dim", "galore_rank", "galore_update_proj_gap")
         at_least(self, 1, "shampoo_block_size", "shampoo_precondition_frequency")
@@ -548,6 +594,12 @@ class CheckpointConfig:
     save_local_dir: str | None = option(
         None, "folder on a local disk of each node: checkpoints are written there first, then copied to save"
     )
+    memory_checkpoint_interval: int = option(
+        0,
+        "under optimus launch --max-restarts: steps between copies of the training state to host memory, from which a "
+        "restart goes on; auto (-1): so that they cost 1% of a step; 0: none",
+        words={"auto": -1},
+    )
     load_optim: bool = option(
         True, "load optimizer states; without them step, learning rate and data position still continue"
     )
@@ -558,6 +610,7 @@ class CheckpointConfig:
 
     def __post_init__(self) -> None:
         at_least(self, 0, "save_interval", "model_only_save_interval")
+        at_least(self, -1, "memory_checkpoint_interval")
         at_least(self, 1, "save_retain")
         require(not self.finetune or self.load is not None, "finetune=True starts from a checkpoint; name it in load")
         require(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import pkgutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import field
 from fractions import Fraction
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 
@@ -50,11 +51,15 @@ def check_modules(option: str, names: Iterable[str], folder: str) -> None:
         )
 
 
-def option(default: Any, help: str) -> Any:
-    """Returns a dataclass field with a help text; a list default is copied for each instance."""
+def option(default: Any, help: str, words: Mapping[str, int] = MappingProxyType({})) -> Any:
+    """Returns a dataclass field with a help text; a list default is copied for each instance.
+
+    ``words``: numbers that a user may write as a word.
+    """
+    metadata = {"help": help, "words": words}
     if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata={"help": help})
-    return field(default=default, metadata={"help": help})
+        return field(default_factory=lambda: list(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 def parse_split(text: str) -> tuple[Fraction, Fraction, Fraction]:

@@ -27,6 +27,7 @@ from megatron.optimus.launcher.forkserver import ForkServer
 from megatron.optimus.launcher.hangs import HangWatch
 from megatron.optimus.platform import environment, heartbeat, parent_death
 from megatron.optimus.platform.exit_codes import EXPLAINED, STALLED
+from megatron.optimus.platform.memory_slots import AnonymousSlots
 
 _POLL_SECONDS = 0.05
 _RANK_GRACE_SECONDS = 10.0  # for the other ranks to leave by themselves, where all received the signal
@@ -64,6 +65,7 @@ class LocalAgent:
         fork_server: forks them where it can; ``argv`` are its words for a rank. None: every rank is a new interpreter.
         argv: the command line of pretrain, for the fork server.
         hangs: finds a rank that hangs, given the folder of heartbeats; None: none is looked for.
+        memory: hold memory for the ranks' state, which the next attempt goes on from.
     """
 
     def __init__(
@@ -74,12 +76,14 @@ class LocalAgent:
         fork_server: ForkServer | None = None,
         argv: Sequence[str] = (),
         hangs: Callable[[Path], HangWatch] | None = None,
+        memory: bool = False,
     ) -> None:
         self._command, self._num_ranks, self._server, self._argv = list(command), num_ranks, fork_server, argv
         base = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else None
         self._folder = Path(tempfile.mkdtemp(prefix="optimus-launch-", dir=base))
         self._alive = os.open(self._folder / heartbeat.ALIVE, os.O_RDWR | os.O_CREAT, 0o600)
         fcntl.flock(self._alive, fcntl.LOCK_EX)
+        self._memory = AnonymousSlots(self._folder / "memory", num_ranks) if memory else None
         self._hangs = None if hangs is None else hangs(self._folder)
         self._ranks: list[RankProcess] = []
         self._received: list[int] = []
@@ -93,7 +97,14 @@ class LocalAgent:
         if self._server is not None:
             self._server.close()
         os.close(self._alive)
+        if self._memory is not None:
+            self._memory.close()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+    @property
+    def memory_folder(self) -> Path | None:
+        """Where the ranks' state is kept between attempts."""
+        return None if self._memory is None else self._memory.folder
 
     def run(self, on_poll: Callable[[], None] = lambda: None) -> LocalResult:
         """Runs the ranks once, all of them to their end. ``on_poll`` is called many times a second meanwhile."""
@@ -124,6 +135,8 @@ class LocalAgent:
                 break
             env = environment.for_local_rank(rank, self._num_ranks, port, token)
             env[environment.AGENT_FOLDER] = str(self._folder)
+            if self._memory is not None:
+                env[environment.MEMORY_FOLDER] = str(self._memory.folder)
             forked = None if self._server is None else self._server.start(rank, env, self._argv)
             self._ranks.append(forked or self._new_interpreter(env))
 

@@ -67,6 +67,7 @@ class Launch:
     port: int  # where rank 0 listens; another one for every run, so that two on one machine do not connect
     settings: dict[str, Setting] = field(default_factory=dict)  # variables to set
     user_settings: dict[str, Setting] = field(default_factory=dict)  # variables that the user has set instead
+    passed: tuple[str, ...] = (RENDEZVOUS_TOKEN,)  # further variables, which the launcher sets for each attempt
 
     @property
     def world_size(self) -> int:
@@ -127,7 +128,7 @@ class Launch:
             return words + ([f"--cpu-bind={bind}"] if bind else [])
         if self.mpi is Mpi.OPENMPI:
             words = ["mpiexec", "-n", total, "--map-by", f"ppr:{each}:node", "--hostfile", hostfile]
-            for name in sorted({*self.environment(hosts), *self.user_settings, RENDEZVOUS_TOKEN}):
+            for name in sorted({*self.environment(hosts), *self.user_settings, *self.passed}):
                 words += ["-x", name]  # Open MPI passes on named variables only, the user's values too
             return words + (["--bind-to", bind] if bind else [])
         if self.mpi is Mpi.MPICH:

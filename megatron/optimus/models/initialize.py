@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from megatron.optimus.config.parametrization import initial_scale
 from megatron.optimus.models.decoder import Decoder
 from megatron.optimus.models.partition import local_shard_of, whole_shape
 from megatron.optimus.platform.seeding import generator_for
@@ -22,7 +23,7 @@ from megatron.optimus.platform.seeding import generator_for
 @torch.no_grad()
 def initialize_weights(model: Decoder, *, seed: int, device: torch.device, dtype: torch.dtype) -> None:
     """Materialises a model built on the meta device: matrices N(0, init_method_std^2), norm scales 1, biases 0,
-    buffers 0.
+    buffers 0. With muP or CompleteP standard deviations and norm scales have a factor (config/parametrization.py).
 
     Parameters get ``dtype`` (drawn in fp32, then rounded); buffers keep theirs. On the meta device nothing is drawn.
     The number of torch's CPU threads changes the time, not the weights.
@@ -32,17 +33,18 @@ def initialize_weights(model: Decoder, *, seed: int, device: torch.device, dtype
         return
     draws: list[_Draw] = []
     for name, parameter in model.named_parameters():
+        scale = initial_scale(model.config, name, parameter.dim())
         if parameter.dim() == 1:
-            parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+            parameter.fill_(0.0 if name.endswith("bias") else scale)
         else:
-            draws += _draws(name, parameter)
+            draws += _draws(name, parameter, model.config.init_method_std * scale)
     threads = torch.get_num_threads()
     # The largest first, so that no thread begins a long one when the others are done. Each works alone: torch would
     # start a team of threads for every one of them.
     draws.sort(key=lambda draw: math.prod(draw.shape), reverse=True)
     with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         try:
-            list(pool.map(lambda draw: draw.fill(seed, model.config.init_method_std), draws))
+            list(pool.map(lambda draw: draw.fill(seed), draws))
         finally:
             torch.set_num_threads(threads)
 
@@ -54,10 +56,12 @@ class _Draw(NamedTuple):
     parameter: nn.Parameter
     key: tuple[str, ...]
     shape: tuple[int, ...]  # of the whole matrix
+    std: float
 
     @torch.no_grad()
-    def fill(self, seed: int, std: float) -> None:
-        whole = torch.empty(self.shape, dtype=torch.float32).normal_(0.0, std, generator=generator_for(seed, *self.key))
+    def fill(self, seed: int) -> None:
+        whole = torch.empty(self.shape, dtype=torch.float32)
+        whole.normal_(0.0, self.std, generator=generator_for(seed, *self.key))
         part = local_shard_of(whole, self.parameter, dropped_dims=self.parameter.dim() - whole.dim())
         self.weight.copy_(part)
 
@@ -84,9 +88,11 @@ def materialize(model: nn.Module, device: torch.device, dtype: torch.dtype) -> N
             setattr(module, name, torch.zeros(buffer.shape, device=device, dtype=buffer.dtype))
 
 
-def _draws(name: str, parameter: nn.Parameter) -> list[_Draw]:
+def _draws(name: str, parameter: nn.Parameter, std: float) -> list[_Draw]:
     shape = whole_shape(parameter)
     if parameter.dim() < 3:
-        return [_Draw(parameter, parameter, (name,), shape)]
+        return [_Draw(parameter, parameter, (name,), shape, std)]
     expert_ids = getattr(parameter, "expert_ids", range(parameter.shape[0]))
-    return [_Draw(parameter[row], parameter, (name, str(expert)), shape[1:]) for row, expert in enumerate(expert_ids)]
+    return [
+        _Draw(parameter[row], parameter, (name, str(expert)), shape[1:], std) for row, expert in enumerate(expert_ids)
+    ]

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron.optimus.config.family import ParameterKind, ParameterSpec, layer_parameters, norm_parameters
+from megatron.optimus.config.parametrization import UNSCALED, UpdateScaling, update_scaling
 from megatron.optimus.config.rank_plan import RankPlan
 from megatron.optimus.config.schema import ModelConfig
 
@@ -26,6 +27,7 @@ class RankParameter:
     is_tp_sharded: bool  # tensor-parallel ranks hold different parts
     is_tied: bool = False  # another pipeline stage has a copy
     num_rows_and_columns: int = 0  # of the matrices that it is; a vector has one column
+    scaling: UpdateScaling = UNSCALED  # parameters with another one are in another parameter group
 
 
 @dataclass(frozen=True)
@@ -161,6 +163,7 @@ def _cut(rank: RankPlan, specs: Mapping[str, ParameterSpec], tied: tuple[str, ..
             is_tp_sharded=tp > 1 and spec.split_dim is not None,
             is_tied=name in tied,
             num_rows_and_columns=_rows_and_columns(rank, spec),
+            scaling=update_scaling(rank.model, rank.config.optimizer, name, spec.shape),
         )
         for name, spec in specs.items()
     }

@@ -282,7 +282,8 @@ class _Runtime:
         self._library = ctypes.CDLL(str(_build_library()))
         self._handle = ctypes.c_void_p()
         opencl = _library_folder("intel-opencl-rt", "libintelocl.so") / "libintelocl.so"
-        self.device = self._call("open", str(kernels).encode(), str(opencl).encode(), ctypes.byref(self._handle))
+        paths = (str(path).encode() for path in (kernels, opencl, _BUILD / "cache"))
+        self.device = self._call("open", *paths, ctypes.byref(self._handle))
 
     def configure(self, group_items: int, block_slots: int, tile: int, check_contents: bool) -> None:
         numbers = (ctypes.c_int64(int(n)) for n in (group_items, block_slots, tile, check_contents))

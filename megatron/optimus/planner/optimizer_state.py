@@ -13,6 +13,7 @@ from functools import cache, cached_property
 
 from megatron.optimus.config.choices import OPTIMIZER_LIBRARY
 from megatron.optimus.config.family import ParameterKind
+from megatron.optimus.config.parametrization import UpdateScaling
 from megatron.optimus.config.rank_plan import RankPlan
 from megatron.optimus.config.schema import OptimizerName, StateDtype
 from megatron.optimus.models.parameters import RankParameter, rank_parameters
@@ -77,7 +78,7 @@ def round_up(value: int, multiple: int) -> int:
 
 # ---- flat buffers
 
-BufferKey = tuple[bool, ...]
+BufferKey = tuple[bool, bool, bool, bool, bool, UpdateScaling]
 
 
 def buffer_key(rank: RankPlan, parameter: RankParameter) -> BufferKey:
@@ -91,7 +92,7 @@ def buffer_key(rank: RankPlan, parameter: RankParameter) -> BufferKey:
     }[parameter.kind]
     is_matrix = options.optimizer.is_for_matrices and parameter.kind is ParameterKind.MATRIX
     is_repeated = rank.layout.tp > 1 and not parameter.is_tp_sharded
-    return (parameter.is_expert, is_matrix, is_decayed, is_repeated, parameter.is_tied)
+    return (parameter.is_expert, is_matrix, is_decayed, is_repeated, parameter.is_tied, parameter.scaling)
 
 
 def flat_buffers_by_key(rank: RankPlan) -> dict[BufferKey, PlannedFlatBuffer]:

@@ -90,7 +90,7 @@ def _place(error: BaseException) -> tuple[torch.device, int, int, int]:
     kind = devices.default_kind()
     is_hosts = isinstance(error, (MemoryError, OSError)) or "DefaultCPUAllocator" in str(error)
     if kind == "cpu" or (is_hosts and not isinstance(error, torch.OutOfMemoryError)):
-        free, held = _host_memory()
+        free, held = host_memory()
         return torch.device("cpu"), free, held, free + held
     device = torch.device(kind, torch.accelerator.current_device_index())
     free, held, total = devices.memory_info(device)
@@ -104,8 +104,8 @@ def _described(error: BaseException, device: torch.device, free: int, held: int)
     return f"asked for {size} of {where}, {free / GIB:.2f} GiB are free and this process holds {held / GIB:.2f}"
 
 
-def _host_memory() -> tuple[int, int]:
-    """Bytes that this process can still have of the host's memory, and those that it holds."""
+def host_memory() -> tuple[int, int]:
+    """Returns the bytes that this process can still have of the host's memory, and those that it holds."""
     virtual, held = (int(word) * resource.getpagesize() for word in _read("/proc/self/statm", "0 0").split()[:2])
     found = re.search(r"MemAvailable:\s+(\d+)", _read("/proc/meminfo"))
     limits = [int(found[1]) * 1024] if found else []

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch import Tensor
 from megatron.optimus.platform.device import pins_memory, register_host_memory, set_device, unregister_host_memory
 
 logger = logging.getLogger("optimus")
+T = TypeVar("T")
 _PAGE = 4096  # the smallest; touching one byte of each makes the kernel provide all of them
 
 
@@ -57,6 +59,25 @@ def pinned_buffers(sizes: Sequence[int], device: torch.device) -> list[Tensor]:
         logger.info("the driver does not pin memory of this process; torch allocates it, which takes longer")
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
+    return _on_threads(allocate, sizes, device)
+
+
+def pin_buffers(buffers: Sequence[Tensor], device: torch.device) -> None:
+    """Pins memory that exists, until this process ends. Where that cannot be, copies from it only take longer.
+
+    Args:
+        buffers: uint8, of whole pages each.
+        device: whose copies will use them.
+    """
+    if device.type == "cuda" and buffers:
+        pinned = _on_threads(lambda buffer: register_host_memory(buffer.data_ptr(), len(buffer)), buffers, device)
+        if not all(pinned):
+            logger.info("the driver does not pin shared memory: copies of the training state take longer")
+
+
+def _on_threads(action: Callable[[Any], T], items: Sequence[Any], device: torch.device) -> list[T]:
+    """Calls ``action`` for each item, on as many threads as torch has; operations in them have one thread each."""
+
     def start_thread() -> None:
         set_device(device)
         torch.set_num_threads(1)  # of this thread's operations; the threads work side by side
@@ -64,6 +85,6 @@ def pinned_buffers(sizes: Sequence[int], device: torch.device) -> list[Tensor]:
     threads = torch.get_num_threads()
     with ThreadPoolExecutor(threads, initializer=start_thread) as pool:
         try:
-            return list(pool.map(allocate, sizes))
+            return list(pool.map(action, items))
         finally:
             torch.set_num_threads(threads)

@@ -15,6 +15,7 @@ import xxhash
 
 from megatron.optimus.checkpoint import CheckpointError, Manifest, Saved, Saver, TensorSlice, commit, state, store
 from megatron.optimus.checkpoint.errors import SaveError
+from megatron.optimus.checkpoint.memory import MemoryCheckpoints
 from megatron.optimus.checkpoint.run_lock import RunLock
 from megatron.optimus.checkpoint.tokenizer_files import HASHES_FIELD, IDENTITY_FIELD, files_of, hash_files
 from megatron.optimus.checkpoint.verify import has_good
@@ -26,6 +27,7 @@ from megatron.optimus.convert.optimus import GENERATION_FIELD, TOKEN_IDS_FIELD
 from megatron.optimus.data.fingerprint import LINES_FIELD
 from megatron.optimus.data.loader import position_after_change
 from megatron.optimus.models.decoder import Decoder
+from megatron.optimus.platform import environment
 from megatron.optimus.platform.device import device_name
 from megatron.optimus.platform.files import delete_tree
 from megatron.optimus.platform.memory import needs_memory
@@ -77,6 +79,23 @@ class Checkpoints:
             ),
         )
 
+        self._rng: list[TensorSlice] = []  # states of the random generators that were asked for
+        self._memory = self._open_memory()
+
+    def _open_memory(self) -> MemoryCheckpoints | None:
+        """The memory checkpoints of this run; None where it has none, or nobody would start it again."""
+        interval, folder = self._config.checkpoint.memory_checkpoint_interval, environment.memory_folder()
+        if interval == 0:
+            return None
+        if self._ranks.start_all_reduce_min(int(folder is not None))() == 0 or folder is None:
+            logger.warning(
+                "memory_checkpoint_interval=%d is ignored: nobody starts this run again when a rank fails; use "
+                "optimus launch --max-restarts N",
+                interval,
+            )
+            return None
+        return MemoryCheckpoints(folder, self._ranks, interval)
+
     def _read_tokenizer(self) -> dict[str, bytes]:
         """The files of the run's tokenizer, which its checkpoints carry: an export needs nothing else."""
         data = self._config.data
@@ -94,15 +113,23 @@ class Checkpoints:
         for kind in ("full", "model") if self._config.checkpoint.model_only_save_interval > 0 else ("full",):
             slices, _ = self._slices(kind)
             self._saver.prepare(slices, self._header(kind, 0, 0))
+        if self._memory is not None:
+            self._memory.prepare(self._memory_slices())
 
     def before_update(self) -> None:
         """Makes the update wait for a copy of the state in flight. Call before the optimizer's step. Local."""
         self._saver.before_update()
+        if self._memory is not None:
+            self._memory.before_update()
 
     def is_due(self, step: int) -> bool:
-        """Whether the save intervals ask for a checkpoint after ``step``. Local."""
+        """Whether the save intervals ask for a checkpoint after ``step``, on disk or in memory. Local."""
         options = self._config.checkpoint
-        return _is_due(step, options.save_interval) or _is_due(step, options.model_only_save_interval)
+        on_disk = _is_due(step, options.save_interval) or _is_due(step, options.model_only_save_interval)
+        return on_disk or self._memory_is_due(step)
+
+    def _memory_is_due(self, step: int) -> bool:
+        return self._memory is not None and self._memory.is_due(step)
 
     def after_step(self, step: int, consumed_samples: int, *, is_exiting: bool) -> None:
         """Saves what is due after ``step``; a run that ``is_exiting`` saves everything and waits until it is written.
@@ -111,6 +138,8 @@ class Checkpoints:
         """
         options = self._config.checkpoint
         self._note(self._saver.poll())
+        if self._memory is not None and self._memory_is_due(step) and not is_exiting:
+            self._memory.start(self._memory_slices(), self._header("full", step, consumed_samples))
         if is_exiting or _is_due(step, options.save_interval):
             self._save("full", step, consumed_samples)
         last = is_exiting and options.model_only_save_interval > 0
@@ -128,14 +157,23 @@ class Checkpoints:
         """Waits until every checkpoint in flight is written."""
         self._note(self._saver.drain())
 
+    def forget_memory(self) -> None:
+        """Has a restart go on from disk: the state in memory may hold what is wrong with the run. Local."""
+        if self._memory is not None:
+            self._memory.forget()
+
     def take_times(self) -> dict[str, float | None]:
         """The fields ``save_stall_s`` and ``save_drain_s`` of the next line of metrics. Local."""
-        times = {"save_stall_s": self._saver.take_stall(), "save_drain_s": self._drain_s}
+        stalls = [self._saver.take_stall(), None if self._memory is None else self._memory.take_stall()]
+        known = [stall for stall in stalls if stall is not None]
+        times = {"save_stall_s": sum(known) if known else None, "save_drain_s": self._drain_s}
         self._drain_s = None
         return times
 
     def close(self) -> None:
-        """Releases the run's lock file. Local."""
+        """Releases the run's lock file, and the memory of its checkpoints. Local."""
+        if self._memory is not None:
+            self._memory.close()
         if self._lock is not None:
             self._lock.release()
 
@@ -168,6 +206,12 @@ class Checkpoints:
         # The copy of a tied embedding on the last pipeline stage; the first stage stores it.
         repeated = {name for name, p in self._model.named_parameters() if getattr(p, "ds_pipe_replicated", False)}
         return [piece for piece in slices if piece.name not in repeated], retain
+
+    def _memory_slices(self) -> list[TensorSlice]:
+        """All that this rank needs to go on, also what other ranks hold alike."""
+        slices = state.training_slices(self._model, self._state, buffers=True, all_copies=True)
+        self._rng = self._rng_slices()  # restored where these are loaded
+        return slices + self._rng
 
     def _header(self, kind: str, step: int, consumed_samples: int) -> Manifest:
         return Manifest(
@@ -257,8 +301,9 @@ class Checkpoints:
         return position
 
     def discard_after(self, step: int) -> None:
-        """Deletes the checkpoints of steps after ``step``, which a start must not go on from."""
+        """Deletes the checkpoints of steps after ``step``, and those in memory: a start must not go on from them."""
         self.finish()
+        self.forget_memory()
 
         def discard() -> None:
             for item in commit.discard_after(self._root, step):
@@ -302,11 +347,14 @@ class Checkpoints:
         return step, consumed_samples
 
     def _load_own(self) -> tuple[Path, Manifest] | None:
-        """Loads the newest good checkpoint of this run; None where it never had one, or is to begin from scratch.
+        """Loads the newest good checkpoint of this run, from memory or disk; None where it never had one, or is to
+        begin from scratch.
 
         Raises CheckpointError on every rank where it had one and none can be read.
         """
         options, is_first = self._config.checkpoint, self._mesh.rank == 0
+        if (manifest := self._load_memory()) is not None:
+            return Path("host memory"), manifest
         if options.from_scratch and not has_good(self._root, self._ranks):
             self._ranks.run_on_all_ranks(
                 lambda: self._set_aside() if is_first else None, "beginning from scratch", CheckpointError
@@ -326,6 +374,18 @@ class Checkpoints:
                     "mean it, add --from-scratch, which keeps the old metrics.jsonl under another name"
                 )
         return found
+
+    def _load_memory(self) -> Manifest | None:
+        """Loads the newest memory checkpoint, where it is not older than the newest on disk."""
+        if self._memory is None:
+            return None
+        committed = commit.list_committed(self._root) if self._mesh.rank == 0 else []
+        [newest] = self._ranks.broadcast([committed[-1].step if committed else 0])
+        manifest = self._memory.restore(self._memory_slices(), newest)
+        if manifest is not None:
+            with self._ranks.failing_alike():
+                self._check_fits(manifest)
+        return manifest
 
     def _set_aside(self) -> None:
         folder = commit.set_aside(self._root)
@@ -360,17 +420,21 @@ class Checkpoints:
         self._tried = manifest
         if manifest.kind == "model":
             return self._weight_requests(manifest)
-        check_position(manifest, warn=self._mesh.rank == 0)
-        before, now = manifest.config.get("optimizer", {}).get("optimizer"), self._config.optimizer.optimizer.value
-        if before not in (None, now):  # states of the same name would be mistaken
-            raise CheckpointError(f"it holds the states of optimizer={before}, this run has optimizer={now}")
+        self._check_fits(manifest)
         slices = state.training_slices(self._model, self._state, buffers=True, to_load=True)
-        self._rng: list[TensorSlice] = []
+        self._rng = []
         for piece in self._rng_slices():
             stored = manifest.tensors.get((piece.name, "rng"))
             if stored is not None and stored.shape == piece.global_shape:
                 self._rng.append(piece)
         return slices + self._rng
+
+    def _check_fits(self, manifest: Manifest) -> None:
+        """Raises CheckpointError for a full checkpoint of another optimizer, or of samples that are not its steps'."""
+        check_position(manifest, warn=self._mesh.rank == 0)
+        before, now = manifest.config.get("optimizer", {}).get("optimizer"), self._config.optimizer.optimizer.value
+        if before not in (None, now):  # states of the same name would be mistaken
+            raise CheckpointError(f"it holds the states of optimizer={before}, this run has optimizer={now}")
 
     def _weight_requests(self, manifest: Manifest) -> list[TensorSlice]:
         if not self._config.checkpoint.finetune:

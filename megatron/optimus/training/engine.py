@@ -22,11 +22,13 @@ import deepspeed_ext
 from megatron.optimus.config.checks import gradient_accumulation_steps
 from megatron.optimus.config.choices import OPTIMIZER_LIBRARY
 from megatron.optimus.config.options import did_you_mean
+from megatron.optimus.config.parametrization import UNSCALED, UpdateScaling, update_scaling
 from megatron.optimus.config.schema import ConfigError, Float8, OptimizerConfig, OptimizerName, Precision, RunConfig
 from megatron.optimus.context import RunContext
 from megatron.optimus.models.decoder import Decoder
 from megatron.optimus.models.initialize import initialize_weights
 from megatron.optimus.models.parameters import count_parameters
+from megatron.optimus.models.partition import whole_shape
 from megatron.optimus.moe.dispatch.ownership import read_placements
 from megatron.optimus.moe.dispatch.select import select_dispatcher
 from megatron.optimus.ops import fp8
@@ -223,30 +225,42 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
 def param_groups(model: nn.Module, config: OptimizerConfig) -> list[ParamGroup]:
     """Groups the trainable parameters by how the optimizer updates them, in the model's order; no group is empty.
 
-    Weight decay leaves out the parameters that the configuration excludes. Muon updates the matrices between embedding
+    Weight decay leaves out the parameters that the configuration excludes. With muP or CompleteP the groups differ in
+    rate, decay and epsilon, too. Muon updates the matrices between embedding
     and output projection (experts one by one, gate and up projection apart); its other parameters get AdamW.
     """
     if config.optimizer.is_for_matrices:
         _mark_stacked(model)
-    members: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+    members: dict[tuple[bool, bool, UpdateScaling], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            key = (_is_hidden_matrix(name, parameter), _is_decayed(name, parameter, config))
-            if not config.optimizer.is_for_matrices:
-                key = (False, key[1])
-            members.setdefault(key, []).append(parameter)
+            is_matrix = config.optimizer.is_for_matrices and _is_hidden_matrix(name, parameter)
+            scaling = _update_scaling(model, config, name, parameter)
+            members.setdefault((is_matrix, _is_decayed(name, parameter, config), scaling), []).append(parameter)
     options = {
         "lr": config.lr,
         "state_dtype": config.optimizer_state_dtype.value,
         **optimizer_of(config.optimizer).options(config),
     }
     groups = []
-    for (is_matrix, is_decayed), parameters in members.items():
+    for (is_matrix, is_decayed, scaling), parameters in members.items():
         group = {"params": parameters, **options, "weight_decay": config.weight_decay if is_decayed else 0.0}
+        if scaling != UNSCALED:
+            group |= {name: options[name] * scaling.eps for name in ("eps", "adam_eps") if name in options}
+            group["lr_scale"] = scaling.lr  # the trainer sets lr in each step
+            group["lr"] *= scaling.lr
+            group["weight_decay"] *= scaling.weight_decay
         if config.optimizer.is_for_matrices:
             group["use_muon"] = is_matrix
         groups.append(group)
     return groups
+
+
+def _update_scaling(model: nn.Module, config: OptimizerConfig, name: str, parameter: nn.Parameter) -> UpdateScaling:
+    """The factors of muP or CompleteP; none for a model that is no decoder of ours."""
+    if not isinstance(model, Decoder):
+        return UNSCALED
+    return update_scaling(model.config, config, name, whole_shape(parameter))
 
 
 def _is_embedding(name: str) -> bool:

@@ -33,6 +33,10 @@ class RateSchedule:
             # Without warm-up it starts as if there had been one step. The rate is the peak's where warm-up ends.
             return max(config.min_lr, config.lr * math.sqrt(max(first, warmup) / max(first, done)))
         start = max(warmup, end - wsd_decay) if config.lr_decay_style is LRDecayStyle.WSD else warmup
+        if config.lr_decay_style is LRDecayStyle.RANGE_TEST:  # the last step has lr
+            last = end - (self._sizes.full if self._in_samples else 1)
+            progress = (done - start) / max(1, last - start)
+            return config.min_lr * (config.lr / config.min_lr) ** min(1.0, progress)
         progress = min(1.0, max(0, done - start) / max(1, end - start))
         return config.min_lr + span * _left(progress, config)
 

@@ -274,6 +274,7 @@ class Trainer:
                 self.checkpoints.discard_after(error.last_good_step)  # the run begins again from before it
                 raise
             except TrainingError:
+                self.checkpoints.forget_memory()
                 self.checkpoints.finish()  # those in flight hold steps from before the trouble
                 raise
             except BaseException:
@@ -405,7 +406,7 @@ class Trainer:
         optimizer, step = self.engine.optimizer, self.step
         lr = self.rates.learning_rate(step, self.consumed_samples)
         for group in optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group.get("lr_scale", 1.0)  # of muP and CompleteP
         # Not the optimizer's own count of steps: after a restart from weights alone that is smaller than the run's.
         optimizer.clip_grad = self.rates.largest_grad_norm(step, self.consumed_samples)
         optimizer.skip_above = self.health.largest_norm(step + 1)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.optimus import cli
 from megatron.optimus.checkpoint import CheckpointError, load_manifest, save
 from megatron.optimus.checkpoint.verify import compare, find_damage, verify
 from tests.unit.checkpoint.helpers import CONFIG, layout_slices, owned, whole_state
@@ -16,10 +17,16 @@ from tests.unit.checkpoint.helpers import CONFIG, layout_slices, owned, whole_st
 _ROOT = Path(__file__).parents[3]
 
 
-def tool(*words):
-    command = [sys.executable, str(_ROOT / "tools/verify_checkpoint.py"), *map(str, words)]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
-    return done.returncode, done.stdout + done.stderr
+@pytest.fixture
+def tool(capsys):
+    """Runs ``optimus verify`` in this process: its exit code, and all that it printed."""
+
+    def run(*words):
+        code = cli.main(["verify", *map(str, words)])
+        printed = capsys.readouterr()
+        return code, printed.out + printed.err
+
+    return run
 
 
 @pytest.fixture
@@ -74,7 +81,7 @@ def test_compare(two, tmp_path):
     assert missing.name == "flag" and str(other) in missing.reason and missing.only_in == two[0]
 
 
-def test_a_full_checkpoint_against_a_model_only_one(two, tmp_path):
+def test_a_full_checkpoint_against_a_model_only_one(two, tmp_path, tool):
     """The model-only weights are the masters cast; what one alone has is counted, and differs if it is of the model."""
     full = {key: tensor for key, tensor in whole_state(1).items() if key[1] != "weight"}
     model = {key: tensor for key, tensor in whole_state(1).items() if key[1] in ("weight", "buffer")}
@@ -96,7 +103,15 @@ def test_a_full_checkpoint_against_a_model_only_one(two, tmp_path):
     assert code == 1 and f"only in {second}: 1 buffer, such as router.expert_bias buffer" in out
 
 
-def test_command_line(two, tmp_path):
+def test_the_script_of_a_source_tree(two, tmp_path):
+    command = [sys.executable, str(_ROOT / "tools/verify_checkpoint.py"), str(tmp_path)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.count(": good, full, step") == 2 and done.stderr == ""
+    damage(two[0], ("dense.weight", "exp_avg"))
+    assert subprocess.run(command, check=False, capture_output=True).returncode == 1
+
+
+def test_command_line(two, tmp_path, tool):
     code, out = tool(tmp_path)
     assert code == 0 and out.count(": good, full, step") == 2
     code, out = tool(two[1], "--list")

@@ -13,6 +13,7 @@ from megatron.optimus.planner.optimizer_state import PlannedFlatBuffer
 from tests.helpers import run_distributed
 from tests.unit.planner.cases import MIXED, MOE, SHARED, run, states_in_fake_worlds
 
+COMPLETEP = "--parametrization completep --base-hidden-size 8 --base-num-layers 1 --base-moe-ffn-hidden-size 8 "
 # (options, rank, ranks). The last one is the paper's model and layout on 1,024 nodes of Aurora.
 WORLDS = [
     ("", 0, 1),
@@ -38,6 +39,8 @@ WORLDS = [
     (MOE + "--optimizer shampoo --shampoo-block-size 12", 0, 1),
     (SHARED + "--optimizer galore --galore-rank 8", 0, 1),
     (MOE + "--optimizer dion", 0, 1),
+    (SHARED + COMPLETEP + "--tensor-model-parallel-size 2 --expert-model-parallel-size 4", 6, 8),
+    (MIXED + COMPLETEP + "--optimizer muon --zero-stage 2", 1, 4),
     ("--optimizer normuon", 0, 1),
     ("--preset mula-220b-a10b --global-batch-size 12288", 12287, 12288),
 ]

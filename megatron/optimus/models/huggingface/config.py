@@ -42,6 +42,11 @@ _READ_FIELDS = {
 # Of a run that goes on from a model: what does not change the function that the weights compute.
 _FREE_OPTIONS = {
     "init_method_std",
+    "parametrization",
+    "base_hidden_size",
+    "base_num_layers",
+    "base_ffn_hidden_size",
+    "base_moe_ffn_hidden_size",
     "max_position_embeddings",
     "output_z_loss_coeff",
     "moe_aux_loss_coeff",

@@ -23,12 +23,12 @@ def _spread(
         expert = tl.program_id(0)
         count = tl.load(count_ptr + expert)
         first = tl.load(first_row_ptr + expert)
+        zeros = tl.zeros([BLOCK], dtype=out_ptr.dtype.element_ty)
         for pad in range(count, (count + ROW_TILE - 1) // ROW_TILE * ROW_TILE):
             row = (first + pad).to(tl.int64)
             if WITH_WEIGHT:
                 tl.store(row_weight_ptr + row, 0.0)
             for start in range(0, width, BLOCK):
-                zeros = tl.zeros([BLOCK], dtype=out_ptr.dtype.element_ty)
                 tl.store(out_ptr + row * width + start + col, zeros, mask=start + col < width)
     else:
         token = (tl.program_id(0) - num_experts).to(tl.int64)

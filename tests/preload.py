@@ -1,0 +1,18 @@
+"""What the fork server of tests/helpers.py imports, once for all ranks that are forked from it."""
+
+import gc
+import importlib
+
+MODULES = (
+    "deepspeed",
+    "torch._dynamo",  # this and the next are imported by the first optimizer and the first pipeline of a rank
+    "torch.distributed.pipelining",
+    "megatron.optimus.pretrain",
+    "megatron.optimus.training.trainer",
+    "megatron.optimus.training.evaluate",
+)
+
+for name in MODULES:
+    importlib.import_module(name)
+gc.collect()
+gc.freeze()  # a collection in a rank would look through all of this, and copy the pages that all share
