@@ -78,12 +78,14 @@ def main() -> None:
     import megatron.optimus.platform.mesh  # noqa: F401
 
     imported = time.perf_counter() - began
+    imported_files = sum(getattr(module, "__file__", None) is not None for module in list(sys.modules.values()))
     results = []
     for ranks in args.ranks:
         each = [measure(ranks) for _ in range(args.repetitions)]
         results.append({key: sorted(one[key] for one in each)[len(each) // 2] for key in each[0]})
         print(json.dumps(results[-1]), flush=True)
     about = {"import_s": imported, "cores": os.cpu_count(), "torch": torch.__version__, "machine": platform.machine()}
+    about |= {"imported_files": imported_files}
     about |= {"repetitions": args.repetitions, "load_average": os.getloadavg()}
     args.out.write_text(json.dumps({"about": about, "results": results}, indent=1) + "\n")
 

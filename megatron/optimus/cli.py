@@ -43,6 +43,7 @@ COMMANDS = {
         "check a parametrization: the change of activations at several widths and depths",
     ),
     "doctor": ("megatron.optimus.commands.doctor", "check this machine's installation, and say how to mend it"),
+    "preflight": ("megatron.optimus.commands.preflight", "check devices, links, folder and versions before a run"),
     "tune-kernels": ("megatron.optimus.commands.tune_kernels", "autotune the Triton expert kernels on this GPU"),
 }
 

@@ -29,13 +29,14 @@ from megatron.optimus.config.checks import check, check_trainable
 from megatron.optimus.config.load import Parser, Run, load, one_of_names, whole_number
 from megatron.optimus.config.schema import ConfigError, RunConfig
 from megatron.optimus.describe import describe
-from megatron.optimus.launcher.agent import LocalAgent
+from megatron.optimus.launcher.agent import LocalAgent, run_local_ranks
 from megatron.optimus.launcher.cluster import SYSTEMS, detect_allocation
 from megatron.optimus.launcher.command import Launch, LaunchMethod, LaunchOptions, Mpi, build_launch
 from megatron.optimus.launcher.forkserver import ForkServer
 from megatron.optimus.launcher.hangs import HangWatch
 from megatron.optimus.launcher.nodes import FILE_NAME as BAD_NODES
 from megatron.optimus.launcher.nodes import NodePool
+from megatron.optimus.launcher.preflight import bad_nodes
 from megatron.optimus.launcher.supervisor import AttemptResult, run_local, run_monitored, run_with_restarts
 from megatron.optimus.models.huggingface.config import take_from_hf
 from megatron.optimus.platform import environment, memory_slots
@@ -48,6 +49,7 @@ _DESCRIPTION = """Start pretraining: on this machine, or through mpiexec or srun
     optimus launch --nodes 8 --launcher mpiexec --preset mula-7b-a1b --data-file-list data.txt --dry-run
 
 All options of ``optimus pretrain`` can follow; they go to every rank."""
+PREFLIGHT = "megatron.optimus.commands.preflight"
 _LOCAL_RANKS_PER_CORE = 16
 _CHECKPOINT = re.compile(r"step-(\d+)(?:\.r\d+)?")  # checkpoint/commit.py
 
@@ -59,6 +61,7 @@ class LaunchRequest:
     launch_options: LaunchOptions
     max_restarts: int
     stall_seconds: float | None
+    preflight: bool
     dry_run: bool
     options: list[str]  # the command line of pretrain
 
@@ -114,9 +117,12 @@ def _check_ranks(launch: Launch) -> None:
 def _run(launch: Launch, request: LaunchRequest, env: dict[str, str], config: RunConfig) -> int:
     """Runs the launch with restarts."""
     run_dir, metrics = Path(config.logging.run_dir), Path(config.logging.run_dir) / FILE_NAME
+    checking = (sys.executable, "-m", PREFLIGHT, *request.options)
     interval = config.checkpoint.save_interval
     has_memory = request.max_restarts > 0 and config.checkpoint.memory_checkpoint_interval != 0
     if launch.method is LaunchMethod.LOCAL:
+        if request.preflight and (code := run_local_ranks(list(checking), launch.ranks_per_node)):
+            return code
         unseen = 60.0 * config.parallel.distributed_timeout_minutes
         watch = partial(
             HangWatch, stacks=run_dir / "stacks", unseen_seconds=unseen, fixed_seconds=request.stall_seconds
@@ -137,20 +143,42 @@ def _run(launch: Launch, request: LaunchRequest, env: dict[str, str], config: Ru
     with tempfile.TemporaryDirectory(prefix="optimus-launch-") as folder:
         hostfile = Path(folder) / "hosts"
 
+        def variables(hosts: Sequence[str]) -> dict[str, str]:
+            # By the environment: other users can read a command line.
+            return {environment.RENDEZVOUS_TOKEN: secrets.token_hex(16), **env, **launch.environment(hosts)}
+
+        def check_nodes(hosts: Sequence[str]) -> dict[str, str]:
+            hostfile.write_text("".join(f"{host}\n" for host in hosts), encoding="utf-8")
+            of_check = replace(launch, num_nodes=len(hosts), program=checking)
+            command, env_of_check = of_check.command(hosts, str(hostfile)), variables(hosts)
+            env_of_check |= of_check.environment(hosts)
+            return bad_nodes(command, env_of_check, hosts, launch.ranks_per_node)
+
         def attempt_on(hosts: Sequence[str]) -> AttemptResult:
             hostfile.write_text("".join(f"{host}\n" for host in hosts), encoding="utf-8")
             passed = (*launch.passed, environment.MEMORY_FOLDER) if has_memory else launch.passed
             command = replace(launch, passed=passed).command(hosts, str(hostfile))
-            # By the environment: other users can read a command line.
-            variables = {environment.RENDEZVOUS_TOKEN: secrets.token_hex(16), **env, **launch.environment(hosts)}
+            env_of_ranks = variables(hosts)
             if has_memory:
-                variables[environment.MEMORY_FOLDER] = str(memory)
-            return run_monitored(command, variables, request.stall_seconds or None, metrics)
+                env_of_ranks[environment.MEMORY_FOLDER] = str(memory)
+            return run_monitored(command, env_of_ranks, request.stall_seconds or None, metrics)
 
         memory = Path(env.get(environment.MEMORY_FOLDER) or memory_slots.shared_folder(secrets.token_hex(8)))
         newest = partial(_newest_step, config, memory if has_memory else None)
         hosts = [*launch.hosts, *launch.spares]
-        nodes = NodePool(hosts, len(launch.hosts), launch.ranks_per_node, run_dir / BAD_NODES)
+        if request.preflight and not hosts:
+            print_error(ConfigError("--preflight checks the nodes of a PBS or SLURM job, and there is none"))
+            return 2
+        check = check_nodes if request.preflight else None
+        nodes = NodePool(hosts, len(launch.hosts), launch.ranks_per_node, run_dir / BAD_NODES, check)
+        try:
+            bad = nodes.before_start()
+        except ConfigError as error:
+            print_error(error)
+            return 2
+        if bad:
+            print_error(ConfigError(f"preflight: no spare for the bad nodes {', '.join(bad)}; ask for more nodes"))
+            return 1
         return run_with_restarts(attempt_on, nodes, request.max_restarts, newest, interval)
 
 
@@ -212,6 +240,8 @@ def _parser() -> Parser:
     )
     stall += "stopped; 0: never (default: learned from the steps on one machine, never on several)"
     result.add_argument("--stall-timeout", type=whole_number(0), metavar="SECONDS", help=stall)
+    preflight = "check devices, links, folder and versions first; bad nodes are exchanged for spares"
+    result.add_argument("--preflight", action="store_true", help=preflight)
     dry_run = "print the command, its environment and what the run would be, then stop"
     result.add_argument("--dry-run", action="store_true", help=dry_run)
     return result
@@ -230,7 +260,7 @@ def _parse(argv: Sequence[str] | None) -> LaunchRequest:
         port=environment.rendezvous_port(),
     )
     stall = None if args.stall_timeout is None else float(args.stall_timeout)
-    return LaunchRequest(launch_options, args.max_restarts, stall, args.dry_run, options)
+    return LaunchRequest(launch_options, args.max_restarts, stall, args.preflight, args.dry_run, options)
 
 
 if __name__ == "__main__":

@@ -162,6 +162,7 @@ def pretrain(config: RunConfig, launch: RankEnvironment, notice: str = "", *, ve
         device = devices.device_for_rank(config.parallel.device, launch.local_rank)
         environment.export(launch, device.type)
         # DeepSpeed chooses its accelerator when it is imported, so the device must be known before.
+        from megatron.optimus.training.checkpointing import fetch_from_mirror
         from megatron.optimus.training.engine import init_engine, shutdown_engine
         from megatron.optimus.training.evaluate import evaluate
         from megatron.optimus.training.trainer import Trainer
@@ -179,6 +180,7 @@ def pretrain(config: RunConfig, launch: RankEnvironment, notice: str = "", *, ve
             tokenizer = _check_tokenizer(config, launch, ranks)
             ranks.run_on_all_ranks(partial(_check_tokens, config, launch, tokenizer), "checking the tokens", DataError)
         ranks.run_on_all_ranks(lambda: _make_folders(config, launch), "making the folders of the run", ConfigError)
+        fetch_from_mirror(config, ranks)
         mesh = Mesh(
             config.parallel,
             rank=launch.rank,

@@ -178,7 +178,7 @@ def test_full_disk_while_saving_loses_nothing(tmp_path: Path, train: Program, pr
     """The disk takes no more bytes than a file-size limit allows: an error, no debris, the earlier checkpoint good."""
     assert train(tmp_path, "--train-iters", "2").returncode == 0
     before = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
-    full = pretrain(tmp_path, "--train-iters", "4", max_file_bytes=60_000)
+    full = pretrain(tmp_path, "--train-iters", "4", "--max-unsaved-minutes", "0", max_file_bytes=60_000)
     fail(full, "saving step 4", "File too large")
     assert full.returncode == STORAGE_ERROR  # the launcher starts it again, where it was not the user's mistake
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == before

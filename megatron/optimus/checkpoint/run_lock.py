@@ -21,6 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from megatron.optimus.checkpoint import commit
 from megatron.optimus.checkpoint.errors import CheckpointError
 from megatron.optimus.checkpoint.untrusted import parse_json, read_small_file
 from megatron.optimus.platform import files
@@ -60,9 +61,15 @@ class RunLock:
         atexit.register(self.release)
 
     def check(self) -> None:
-        """Raises CheckpointError when the lock is gone or belongs to another process."""
+        """Raises CheckpointError when the lock belongs to another process, or is gone and another may have had it.
+
+        It is taken again where the folder has vanished and come back: then there is no checkpoint in it either.
+        """
         owner = _read(self._path)
-        if owner != self._own:
+        is_empty = owner is None and not any(
+            commit.list_committed(self._path.parent, kind) for kind in ("full", "model")
+        )
+        if owner != self._own and not (is_empty and self._take()):
             raise CheckpointError(
                 f"{self._path}: this job no longer owns the folder ({_text(owner)} does); it must stop"
             )

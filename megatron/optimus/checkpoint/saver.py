@@ -9,7 +9,9 @@
 
 Every decision follows from a reduced number, so all ranks take it at the same boundary. A save that finds the previous
 one unfinished waits for it: no checkpoint is left out that the interval promised. An error in any rank's thread is
-raised on every rank, at the same boundary, after the unfinished directory has been removed.
+known to every rank at the same boundary, where the unfinished directory is removed. With ``retry_seconds`` an error of
+the file system is followed by further attempts, with pauses that grow, from the copy that is still in host memory; a
+newer save takes the place of one that still fails. Any other error, and one after that time, is raised on every rank.
 
 With a disk of its own on each node, the pieces are written there first, which frees the host memory for the next save,
 and are then copied, verified, to the folder that all ranks see.
@@ -41,7 +43,7 @@ from megatron.optimus.checkpoint.untrusted import check_regular
 from megatron.optimus.checkpoint.values import WARNINGS_FIELD, describe_values, warnings_of
 from megatron.optimus.checkpoint.writer import Job, Task, copy, write
 from megatron.optimus.platform import device as devices
-from megatron.optimus.platform import files
+from megatron.optimus.platform import files, heartbeat
 from megatron.optimus.platform.environment import node_name
 from megatron.optimus.platform.ranks import NO_FAILURE, Ranks, attempt
 
@@ -50,6 +52,7 @@ from megatron.optimus.platform.ranks import NO_FAILURE, Ranks, attempt
 # committed, because the other ranks add _NOT_RANK_0.
 _WORKING, _DONE, _NOT_RANK_0 = NO_FAILURE, NO_FAILURE + 1, 1 << 32
 _OTHER, _SAME = NO_FAILURE, NO_FAILURE + 1  # the slices of this save, compared with those of the previous one
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0  # before an attempt to save again; each is twice the one before
 
 log = logging.getLogger("optimus")
 
@@ -80,6 +83,8 @@ class Saver:
         local: a folder on a disk of each node that is written first; it is empty when a save is over.
         check_lock: rank 0 calls it before every commit; it raises when the folder belongs to another job now.
         tokenizer: files of the run's tokenizer by name, which rank 0 puts into every checkpoint.
+        retry_seconds: how long saves may fail, from the first that did, before the error is raised; 0: at once.
+        on_failure: called on every rank with step and text of a failure that is not raised.
     """
 
     def __init__(
@@ -93,6 +98,8 @@ class Saver:
         local: Path | str | None = None,
         check_lock: Callable[[], None] = lambda: None,
         tokenizer: Mapping[str, bytes] | None = None,
+        retry_seconds: float = 0.0,
+        on_failure: Callable[[int, str], None] = lambda step, text: None,
     ) -> None:
         self._named = Path(root)
         self._root = self._named.absolute()  # the threads go on, whatever folder the program moves to
@@ -105,6 +112,8 @@ class Saver:
             folder = f"{xxhash.xxh3_64_hexdigest(str(self._root).encode())}-{node or socket.gethostname()}"
             self._local = Path(local).absolute() / folder
         self._check_lock, self._tokenizer = check_lock, dict(tokenizer or {})
+        self._retry_seconds, self._on_failure = retry_seconds, on_failure
+        self._failing_since: float | None = None  # time.monotonic of the first failure since a save that succeeded
         self._plans: dict[str, tuple[list[StoredPiece], SavePlan]] = {}
         self._snapshots: dict[str, Snapshot] = {}
         self._jobs: deque[Job] = deque()
@@ -152,6 +161,7 @@ class Saver:
         if retain is not None and retain < 1:
             raise CheckpointError(f"save_retain={retain}: must be at least 1")
         finished: list[Saved] = []
+        self._drop_failing(header)
         called, drained_s = time.perf_counter(), 0.0
         while any(
             job.phase == 0 and (job.header.step != header.step or job.header.kind == header.kind) for job in self._jobs
@@ -163,11 +173,10 @@ class Saver:
                     self._jobs[0].header.step,
                 )
             finished += self._advance(wait=True)
+            self._drop_failing(header)
             drained_s = time.perf_counter() - called
         plan = self._plan(slices, header)
-        self._num_saves += 1
-        nonce = (self._first_nonce + self._num_saves) % (1 << 62)
-        temporary = commit.temporary_path(self._root, header.step, nonce, header.kind)
+        temporary = self._new_directory(header)
         job = Job(header, plan, [], None, temporary, retain, began)
         job.local = self._local / temporary.name if self._local is not None else None
         job.phases = self._phases(job)
@@ -181,6 +190,11 @@ class Saver:
         job.stall_s = time.perf_counter() - began
         self._stall_s = (self._stall_s or 0.0) + time.perf_counter() - began - drained_s
         return finished if self._asynchronous else finished + self.drain()
+
+    def _new_directory(self, header: Manifest) -> Path:
+        self._num_saves += 1
+        nonce = (self._first_nonce + self._num_saves) % (1 << 62)
+        return commit.temporary_path(self._root, header.step, nonce, header.kind)
 
     def _attach_tensors(self, job: Job, slices: list[TensorSlice]) -> None:
         """Gives the job the tensors to write: a copy to host memory that has been started, or the live ones."""
@@ -235,7 +249,8 @@ class Saver:
             code = self._read_min_code()
         self._read_min_code = None
         if code < NO_FAILURE:
-            self._abandon(code)
+            self._after_failure(job, code)
+            return []
         if code == _WORKING:
             return []
         return self._next_phase(job, code - _DONE)
@@ -245,7 +260,7 @@ class Saver:
             return _WORKING
         error = job.task.error if job.task is not None else None
         if error is not None:
-            return self._ranks.encode_failure(error)
+            return self._ranks.encode_failure(_os_error(error) or error)
         return _DONE + (job.revision if self._ranks.rank == 0 else _NOT_RANK_0)
 
     def _next_phase(self, job: Job, revision: int) -> list[Saved]:
@@ -262,6 +277,7 @@ class Saver:
             self._begin(job)
             return []
         self._jobs.popleft()
+        self._failing_since = None
         if self._jobs:
             self._begin(self._jobs[0])
         name = commit.Committed(job.header.step, revision, job.header.kind).name
@@ -280,25 +296,69 @@ class Saver:
         log.info("saved %s in %.1f s, of which training waited %.2f s", self._named / name, drain_s, stall_s)
         return [saved]
 
-    def _abandon(self, code: int) -> None:
-        """Ends a save in which some rank failed: waits for all writing, removes what is unfinished, and raises."""
+    def _after_failure(self, job: Job, code: int) -> None:
+        """Tries a save again in which some rank failed, or raises. All ranks know of it at the same boundary."""
+        failure = self._ranks.decode_failure(code)
+        assert failure is not None
+        self._end_writing(job)
+        cause = job.task.error if job.task is not None else None
+        error = self._ranks.failure_error(failure, cause, self._task(job.header), SaveError)
+        is_of_files = failure[1] != 0
+        now = time.monotonic()
+        self._failing_since = now if self._failing_since is None else self._failing_since
+        # By rank 0's clock: all ranks must go on, or none.
+        failing_s = self._ranks.broadcast([int(now - self._failing_since)])[0] if is_of_files else 0
+        if not is_of_files or failing_s >= self._retry_seconds:
+            self._jobs.clear()
+            self._remove(job, job.local)
+            if is_of_files and self._retry_seconds:
+                error.args = (f"{error}; nothing could be saved for {failing_s / 60:.1f} minutes",)
+            raise error from cause
+        heartbeat.beat("saving a checkpoint")
+        # The copy in host memory is gone once the node's disk has it, which is then copied from again.
+        job.phase = min(job.phase, 1) if job.local is not None else 0
+        self._remove(job, job.local if job.phase == 0 else None)
+        job.temporary, job.attempts = self._new_directory(job.header), job.attempts + 1
+        pause = min(FIRST_PAUSE_S * 2 ** (job.attempts - 1), LONGEST_PAUSE_S)
+        self._on_failure(job.header.step, f"{error}; the next attempt is in {pause:g} s, training goes on")
+        if job.phase == 0 and any(later.header.kind == job.header.kind for later in list(self._jobs)[1:]):
+            self._jobs.popleft()  # its copy in host memory belongs to the later save
+            self._begin(self._jobs[0])
+        else:
+            self._begin(job, pause)
+
+    def _drop_failing(self, header: Manifest) -> None:
+        """Gives up saves that have failed and are tried again, where a newer one takes their place. Collective."""
+        if not self._jobs or not self._jobs[0].attempts:
+            return
         job = self._jobs[0]
+        if job.header.step == header.step and job.header.kind != header.kind:
+            return  # the two kinds of one step go one after the other
+        if self._read_min_code is not None:
+            self._read_min_code()
+            self._read_min_code = None
+        job.is_dropped.set()
+        self._end_writing(job)
+        self._remove(job, job.local)
+        log.warning("step %d could not be saved: step %d is saved in its place", job.header.step, header.step)
         self._jobs.clear()
+
+    def _end_writing(self, job: Job) -> None:
+        """Waits until no rank writes this save any more. Collective."""
         if job.task is not None:
             job.task.join()
-        self._ranks.first_failure(None)  # all threads have ended
+        self._ranks.first_failure(None)
+
+    def _remove(self, job: Job, local: Path | None) -> None:
+        """Removes what a failed save has written, on the node's disk too if that is given."""
         unfinished = [job.temporary] if self._ranks.rank == 0 else []
-        unfinished += [job.local] if job.local is not None and job.plan.cleans_local_disk else []
+        unfinished += [local] if local is not None and job.plan.cleans_local_disk else []
         for directory in unfinished:
             try:
                 if directory.is_dir():
                     files.delete_tree(directory)
             except OSError as reason:
                 log.warning("%s could not be removed: %s", directory, reason)
-        failure = self._ranks.decode_failure(code)
-        assert failure is not None
-        error = job.task.error if job.task is not None else None
-        raise self._ranks.failure_error(failure, error, self._task(job.header), SaveError) from error
 
     def _task(self, header: Manifest) -> str:
         return f"saving step {header.step} to {self._named}"
@@ -341,9 +401,14 @@ class Saver:
 
     # ---- background threads
 
-    def _begin(self, job: Job) -> None:
+    def _begin(self, job: Job, pause_s: float = 0.0) -> None:
         action = job.phases[job.phase]
-        job.task = Task(action) if action is not None else None
+
+        def after_pause() -> None:
+            if action is not None and not job.is_dropped.wait(pause_s):
+                action()
+
+        job.task = Task(after_pause if pause_s else action) if action is not None else None
 
     def _phases(self, job: Job) -> list[Callable[[], None] | None]:
         is_first = self._ranks.rank == 0
@@ -399,6 +464,13 @@ def _marked(header: Manifest, found: list[str]) -> tuple[Manifest, tuple[str, ..
 
 def _fail(error: Exception) -> None:
     raise error
+
+
+def _os_error(error: BaseException | None) -> OSError | None:
+    """The error of the file system that is behind this one, if there is one."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__
+    return error
 
 
 def _memory(slices: Sequence[TensorSlice]) -> list[TensorSlice]:

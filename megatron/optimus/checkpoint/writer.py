@@ -64,8 +64,8 @@ class Task:
     def is_done(self) -> bool:
         return not self._thread.is_alive()
 
-    def join(self) -> None:
-        self._thread.join()
+    def join(self, seconds: float | None = None) -> None:
+        self._thread.join(seconds)
 
 
 @dataclass
@@ -89,6 +89,8 @@ class Job:
     phase: int = 0
     task: Task | None = None
     revision: int = 0
+    attempts: int = 0  # that have failed
+    is_dropped: threading.Event = field(default_factory=threading.Event)  # ends the pause before the next attempt
 
 
 def write(job: Job, directory: Path) -> None:

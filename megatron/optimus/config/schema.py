@@ -582,7 +582,7 @@ class CheckpointConfig:
 
     save: str | None = option(None, "folder of checkpoints; default: <run_dir>/checkpoints")
     load: str | None = option(
-        None, "folder of checkpoints, or a checkpoint, to start from; default: the newest in save"
+        None, "folder or URL of checkpoints, or a checkpoint, to start from; default: the newest in save"
     )
     from_hf: str | None = option(
         None, "folder of a Hugging Face model to go on from: the run takes its architecture, weights and tokenizer"
@@ -593,6 +593,16 @@ class CheckpointConfig:
     async_save: bool = option(True, "save asynchronously, from a copy in host memory")
     save_local_dir: str | None = option(
         None, "folder on a local disk of each node: checkpoints are written there first, then copied to save"
+    )
+    checkpoint_mirror: str | None = option(
+        None,
+        "URL such as s3://bucket/run to which full checkpoints are uploaded too, and from which a run whose folder has "
+        "none goes on; default: none",
+    )
+    checkpoint_mirror_interval: int = option(1, "upload every so many full checkpoints, and the last one of the run")
+    max_unsaved_minutes: float = option(
+        30.0,
+        "minutes for which saves may fail, being tried again, before the run ends; 0: it ends at the first failure",
     )
     memory_checkpoint_interval: int = option(
         0,
@@ -609,9 +619,13 @@ class CheckpointConfig:
     )
 
     def __post_init__(self) -> None:
-        at_least(self, 0, "save_interval", "model_only_save_interval")
+        at_least(self, 0, "save_interval", "model_only_save_interval", "max_unsaved_minutes")
         at_least(self, -1, "memory_checkpoint_interval")
-        at_least(self, 1, "save_retain")
+        at_least(self, 1, "save_retain", "checkpoint_mirror_interval")
+        require(
+            self.checkpoint_mirror is None or "://" in self.checkpoint_mirror,
+            f"checkpoint_mirror={self.checkpoint_mirror!r} is not a URL; use such as s3://bucket/run or file:///folder",
+        )
         require(not self.finetune or self.load is not None, "finetune=True starts from a checkpoint; name it in load")
         require(
             self.from_hf is None or self.load is None,

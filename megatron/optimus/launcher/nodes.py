@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron.optimus.config.schema import ConfigError
 from megatron.optimus.platform import files
 
 logger = logging.getLogger("optimus")
@@ -89,6 +90,16 @@ class NodePool:
         self._suspects: list[str] = []  # exchanged without evidence, oldest first
         self._unnamed = 0  # failures in a row without evidence
 
+    def before_start(self) -> list[str]:
+        """Checks all nodes and exchanges bad ones for spares; returns those for which there was no spare."""
+        if self._check is None or not self.hosts:
+            return []
+        found = self._check([*self.hosts, *self.spares])
+        self._quarantine({host: f"check: {reason}" for host, reason in found.items()})
+        for host, reason in found.items():
+            logger.warning("bad node %s (%s)%s", host, reason, "" if host in self.hosts else ": not used")
+        return [host for host in self.hosts if host in found]
+
     def after_failure(self, lines: Sequence[str], survivors: Collection[int]) -> str:
         """Exchanges nodes after a failed attempt; returns what was found, for the log."""
         if not self.hosts:
@@ -98,7 +109,10 @@ class NodePool:
             nodes = {rank // self._ranks_per_node for rank in survivors}
             found = dict.fromkeys(silent_hosts(nodes, self.hosts), "silent when the others lost a peer")
         if not found and self._check is not None:
-            found = {host: f"check: {reason}" for host, reason in self._check([*self.hosts, *self.spares]).items()}
+            try:
+                found = {host: f"check: {reason}" for host, reason in self._check([*self.hosts, *self.spares]).items()}
+            except ConfigError as error:
+                logger.warning("%s", error)
         if found:
             self._unnamed = 0
             self._quarantine(found)

@@ -11,11 +11,17 @@ import tempfile
 import time
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 from megatron.optimus.platform import environment
 
+if TYPE_CHECKING:
+    import torch
+
 RANKS = 2
 _NUMEL = 1 << 20  # 4 MiB in fp32: more than a message that is sent at once
+_GATHERED_NUMEL = 1 << 24  # of all ranks together
+_MOST = 512  # numbers below it: fp32 holds their sums over 16,384 ranks exactly
 
 
 @dataclass(frozen=True)
@@ -75,9 +81,42 @@ def _wait(ranks: list[subprocess.Popen[bytes]], limit_s: float) -> str | None:
             rank.wait()
 
 
+def exchange_numbers(rank: int, size: int, device: torch.device) -> tuple[float, bool]:
+    """All-reduces, all-gathers, and sends to the ranks 1, 2, 4, ... further, as one of ``size`` ranks. Collective.
+
+    Returns the seconds, connections included, and whether every number arrived here as it should.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from megatron.optimus.platform import process_groups
+
+    numel = max(1, min(_NUMEL, _GATHERED_NUMEL // size))
+    began = time.perf_counter()
+    numbers = torch.arange(numel, dtype=torch.float32, device=device) % _MOST
+    own = numbers + rank % _MOST
+    total, all_RN = own.clone(), own.new_empty(size * numel)
+    dist.all_reduce(total)
+    process_groups.all_gather_single(all_RN, own)
+    offsets_R = torch.arange(size, device=device) % _MOST
+    is_right = torch.equal(total, numbers * size + offsets_R.sum())
+    is_right = is_right and torch.equal(all_RN.view(size, numel), numbers + offsets_R[:, None])
+    distance = 1
+    while distance < size:
+        got, source = torch.empty_like(own), (rank - distance) % size
+        operations = [
+            dist.P2POp(dist.isend, own, (rank + distance) % size),
+            dist.P2POp(dist.irecv, got, source),
+        ]
+        for request in dist.batch_isend_irecv(operations):
+            request.wait()
+        is_right = is_right and torch.equal(got, numbers + source % _MOST)
+        distance *= 2
+    return time.perf_counter() - began, is_right
+
+
 def _rank(kind: str, backend: str, limit_s: float) -> dict[str, object]:
     """Exchanges as one of the ranks. Collective."""
-    import torch
     import torch.distributed as dist
 
     from megatron.optimus.config.schema import Backend, Device
@@ -88,19 +127,7 @@ def _rank(kind: str, backend: str, limit_s: float) -> dict[str, object]:
     device = devices.device_for_rank(Device(kind), launch.local_rank)
     devices.set_device(device)
     process_groups.init(launch, device, Backend(backend), timedelta(seconds=limit_s))
-    began = time.perf_counter()
-    own = torch.arange(_NUMEL, dtype=torch.float32, device=device) + launch.rank
-    total, all_RN = own.clone(), own.new_empty(RANKS * _NUMEL)
-    dist.all_reduce(total)
-    process_groups.all_gather_single(all_RN, own)
-    got = torch.empty_like(own)
-    other = 1 - launch.rank
-    for request in dist.batch_isend_irecv([dist.P2POp(dist.isend, own, other), dist.P2POp(dist.irecv, got, other)]):
-        request.wait()
-    expected = [torch.arange(_NUMEL, dtype=torch.float32) + rank for rank in range(RANKS)]
-    is_right = torch.equal(total.cpu(), expected[0] + expected[1]) and torch.equal(all_RN.cpu(), torch.cat(expected))
-    is_right = is_right and torch.equal(got.cpu(), expected[other])
-    seconds = time.perf_counter() - began
+    seconds, is_right = exchange_numbers(launch.rank, RANKS, device)
     used = dist.get_backend()
     process_groups.shutdown()
     return {"backend": used, "seconds": seconds, "error": None if is_right else f"{used} delivered wrong numbers"}

@@ -45,6 +45,7 @@ EXTRAS = {
     "sentencepiece": Extra("SentencePiece tokenizers", {"sentencepiece": "sentencepiece"}),
     "tiktoken": Extra(".tiktoken tokenizers", {"tiktoken": "tiktoken"}),
     "parquet": Extra("corpora in parquet files", {"pyarrow": "pyarrow"}),
+    "object-store": Extra("--checkpoint-mirror s3://...", {"fsspec": "fsspec", "s3fs": "s3fs"}),
     "zstd": Extra("corpora in .zst files", {"zstandard": "zstandard"}),
     "wandb": Extra("--wandb-project", {"wandb": "wandb"}),
     "mlflow": Extra("--mlflow-uri", {"mlflow": "mlflow-skinny"}),

@@ -16,6 +16,7 @@ import xxhash
 from megatron.optimus.checkpoint import CheckpointError, Manifest, Saved, Saver, TensorSlice, commit, state, store
 from megatron.optimus.checkpoint.errors import SaveError
 from megatron.optimus.checkpoint.memory import MemoryCheckpoints
+from megatron.optimus.checkpoint.mirror import Mirror, fetch_newest, is_url
 from megatron.optimus.checkpoint.run_lock import RunLock
 from megatron.optimus.checkpoint.tokenizer_files import HASHES_FIELD, IDENTITY_FIELD, files_of, hash_files
 from megatron.optimus.checkpoint.verify import has_good
@@ -31,7 +32,9 @@ from megatron.optimus.platform import environment
 from megatron.optimus.platform.device import device_name
 from megatron.optimus.platform.files import delete_tree
 from megatron.optimus.platform.memory import needs_memory
+from megatron.optimus.platform.ranks import Ranks
 from megatron.optimus.platform.seeding import rng_state, set_rng_state
+from megatron.optimus.training.alerts import NO_ALERTS, SAVE_FAILED, UPLOAD_FAILED
 from megatron.optimus.training.data_position import START_FIELD, STEPS_FIELD, check_position, position_start
 from megatron.optimus.training.engine import Engine, training_state
 from megatron.optimus.training.last_checkpoint import LastCheckpoint
@@ -45,6 +48,8 @@ logger = logging.getLogger("optimus")
 
 class Checkpoints:
     """The checkpoints of one run. Building it and every method are collective over all ranks, except where noted."""
+
+    alerts = NO_ALERTS
 
     def __init__(self, run: RunContext, model: Decoder, engine: Engine) -> None:
         config, mesh = run.config, run.mesh
@@ -68,12 +73,19 @@ class Checkpoints:
         self._lock = self._ranks.run_on_all_ranks(
             lambda: RunLock(self._root) if mesh.rank == 0 else None, f"locking {self._root}", CheckpointError
         )
+        url = config.checkpoint.checkpoint_mirror
+        self._mirror = self._ranks.run_on_all_ranks(
+            lambda: Mirror(url) if url is not None and mesh.rank == 0 else None, f"opening {url}", CheckpointError
+        )
+        self._last_step = -1  # the step whose save ends the run
         self._saver = Saver(
             self._root,
             ranks=run.ranks,
             asynchronous=config.checkpoint.async_save,
             local=config.checkpoint.save_local_dir,
             check_lock=self._lock.check if self._lock is not None else lambda: None,
+            retry_seconds=60 * config.checkpoint.max_unsaved_minutes,
+            on_failure=lambda step, text: self.alerts.send(SAVE_FAILED, step, text),
             tokenizer=self._ranks.run_on_all_ranks(
                 lambda: self._read_tokenizer() if mesh.rank == 0 else {}, "reading the tokenizer", CheckpointError
             ),
@@ -134,9 +146,11 @@ class Checkpoints:
     def after_step(self, step: int, consumed_samples: int, *, is_exiting: bool) -> None:
         """Saves what is due after ``step``; a run that ``is_exiting`` saves everything and waits until it is written.
 
-        Raises CheckpointError on every rank when this save or one in flight failed on any rank.
+        Raises CheckpointError on every rank when saves have failed for ``max_unsaved_minutes``, or one failed
+        for another reason than the file system.
         """
         options = self._config.checkpoint
+        self._last_step = step if is_exiting else -1
         self._note(self._saver.poll())
         if self._memory is not None and self._memory_is_due(step) and not is_exiting:
             self._memory.start(self._memory_slices(), self._header("full", step, consumed_samples))
@@ -174,6 +188,8 @@ class Checkpoints:
         """Releases the run's lock file, and the memory of its checkpoints. Local."""
         if self._memory is not None:
             self._memory.close()
+        if self._mirror is not None:
+            self._mirror.close()
         if self._lock is not None:
             self._lock.release()
 
@@ -183,6 +199,17 @@ class Checkpoints:
             self.warnings += [f"{one.path.name}: {line}" for line in one.warnings]
             if one.kind == "full" and self._mesh.rank == 0:
                 self._last.record(one.step)
+                self._upload(one)
+
+    def _upload(self, saved: Saved) -> None:
+        options = self._config.checkpoint
+        if self._mirror is None:
+            return
+        is_last = saved.step == self._last_step
+        if is_last:
+            self._mirror.close()  # it must not be left out because of the one before
+        if is_last or _is_due(saved.step, options.save_interval * options.checkpoint_mirror_interval):
+            self._mirror.start(saved.path, lambda text: self.alerts.send(UPLOAD_FAILED, saved.step, text))
 
     @needs_memory("saving a checkpoint")
     def _save(self, kind: str, step: int, consumed_samples: int) -> None:
@@ -463,6 +490,27 @@ class Checkpoints:
         now = self._tokenizer
         if manifest.tokenizer_xxh3_128 is not None and now is not None and now != manifest.tokenizer_xxh3_128:
             logger.warning("the tokenizer's file has changed since that checkpoint; token ids may mean other words")
+
+
+def fetch_from_mirror(config: RunConfig, ranks: Ranks) -> None:
+    """Downloads what a run whose folder has no checkpoint goes on from, where that is at a URL. Collective.
+
+    That is the newest of ``checkpoint_mirror``, else the newest of ``load``, which is then the folder of the download.
+    Raises CheckpointError on every rank where a URL cannot be read, or ``load`` has no whole checkpoint.
+    """
+    options, root = config.checkpoint, folder_of_checkpoints(config)
+    has_own = ranks.broadcast([int(bool(commit.list_committed(root)))])[0]
+    if not has_own and options.checkpoint_mirror is not None and not options.from_scratch:
+        has_own = fetch_newest(options.checkpoint_mirror, root, ranks) is not None
+    if options.load is None or not is_url(options.load):
+        return
+    url, folder = options.load, Path(config.logging.run_dir) / "loaded"
+    options.load = str(folder)
+    if not has_own:
+        fetch_newest(url, folder, ranks)
+        if not ranks.broadcast([len(commit.list_committed(folder))])[0]:
+            with ranks.failing_alike():
+                raise CheckpointError(f"load={url}: has no whole checkpoint; name the URL that was a checkpoint_mirror")
 
 
 def folder_of_checkpoints(config: RunConfig) -> Path:

@@ -225,6 +225,7 @@ class Trainer:
         self.last_step = last_step(config.training, self.step, self.consumed_samples)
         self.batch_sizes, self.rates = batch_sizes(config.training), RateSchedule(config.optimizer, config.training)
         self.alerts, is_first = alerts_of(run), run.mesh.rank == 0
+        self.checkpoints.alerts = self.alerts
         skips_on = config.training.on_nan is OnNan.SKIP
         self.health = Health(
             config.optimizer.grad_norm_spike_sigma,
