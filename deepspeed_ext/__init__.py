@@ -20,6 +20,7 @@ from deepspeed_ext.groups import ZeroGroups, init_distributed, run_program, shut
 from deepspeed_ext.initialize import initialize
 from deepspeed_ext.optimizers import Lion, Muon
 from deepspeed_ext.zero import gradient_noise
+from deepspeed_ext.zero.checksums import StateChecksums, checksum, checksums
 from deepspeed_ext.zero.optimizer import EPZeroOptimizer
 from deepspeed_ext.zero.options import ZeroOptions
 from deepspeed_ext.zero.sharded_state import Stage3States, StateShard
@@ -30,9 +31,12 @@ __all__ = [
     "Lion",
     "Muon",
     "Stage3States",
+    "StateChecksums",
     "StateShard",
     "ZeroGroups",
     "ZeroOptions",
+    "checksum",
+    "checksums",
     "gradient_noise",
     "import_ahead",
     "init_distributed",

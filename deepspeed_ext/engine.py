@@ -121,6 +121,21 @@ class EPEngineMixin:
         self.optimizer.set_gradient_accumulation_boundary(True)
         self.optimizer.reduce_gradients()
 
+    @contextmanager
+    def discarding_gradients(self) -> Iterator[None]:
+        """Context in which backwards leave this rank's gradients in ``optimizer.local_gradients()``.
+
+        Its end drops them. Between steps, with stage 1.
+        """
+        self.inside_no_sync_ctxt = True
+        try:
+            with self.optimizer.hold_reductions():
+                yield
+        finally:
+            self.inside_no_sync_ctxt = False
+            self.zero_grad()
+            self.micro_steps = 0
+
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Updates the weights at the accumulation boundary. Raises RuntimeError if no backward has run."""
         self.__dict__["_has_stepped"] = False

@@ -441,6 +441,10 @@ class GradientReducer:
                     )
                 )
 
+    def local_gradients(self) -> list[Tensor]:
+        """Returns the gradients of ended backwards in buckets that have not been launched, in launch order."""
+        return [state.places()[0][param] for state in self._queue for param in state.ranges if param in state.filled]
+
     def finish(self) -> None:
         """Waits for all reductions; ``shard.grad`` of every bucket is set afterwards."""
         self._pool.release_all()

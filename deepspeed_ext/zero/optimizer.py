@@ -270,6 +270,10 @@ class EPZeroOptimizer(DeepSpeedFiles, ZeROOptimizer):
         finally:
             self._reductions_held = False
 
+    def local_gradients(self) -> list[Tensor]:
+        """Returns this rank's gradients since the last step where no reduction has begun (``hold_reductions``)."""
+        return self._reducer.local_gradients()
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops all gradients of the present step, reduced or not."""
         self.has_begun = False

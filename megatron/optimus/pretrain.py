@@ -49,7 +49,7 @@ from megatron.optimus.platform.mesh import Mesh
 from megatron.optimus.platform.process_exit import run_program
 from megatron.optimus.platform.ranks import FAILED_ERRNO, REPORTED_BY_ANOTHER_RANK, Ranks
 from megatron.optimus.platform.startup import StartupClock
-from megatron.optimus.training.health import NumericError, TrainingError
+from megatron.optimus.training.health import IntegrityError, NumericError, TrainingError
 
 if TYPE_CHECKING:
     import torch
@@ -65,9 +65,9 @@ USER_ERRORS = (ConfigError, DataError, CheckpointError, TrainingError)
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line.
 
-    Returns the exit code: 0; 2 for an error of the user's, which one line explains, as it does 3 for a disk's and 4 for
-    one of the numbers (platform/exit_codes.py); 1 where another rank has ended, which one line says too; 128 + n for
-    signal n.
+    Returns the exit code: 0; 2 for an error of the user's, which one line explains, as it does 3 for a disk's, 4 for
+    one of the numbers and 5 for silent corruption (platform/exit_codes.py); 1 where another rank has ended, which one
+    line says too; 128 + n for signal n.
     """
     rank, met_others = 0, False
     try:
@@ -108,6 +108,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _exit_code(error: BaseException) -> int:
     """The exit code of an error that one line explains: whether the launcher may start the run again."""
+    if isinstance(error, IntegrityError):
+        return exit_codes.INTEGRITY_ERROR
     if isinstance(error, NumericError):
         return exit_codes.NUMERIC_ERROR
     is_storage = isinstance(error, SaveError) or getattr(error, FAILED_ERRNO, 0) in _STORAGE_ERRNOS

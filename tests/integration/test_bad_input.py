@@ -201,7 +201,8 @@ def test_values_that_are_not_finite_are_traced_to_their_rank(tmp_path: Path, tok
     [line] = [line for line in result.stderr.splitlines() if line.startswith("error")]
     assert "gradients were not finite in 5 steps in a row, up to step 8" in line
     found = f"They came first on rank 1 of node {socket.gethostname()}, in the output of layers.1.attention.o_proj, in "
-    assert f"{found}each of 4 steps looked at: suspect that device before the rate and the data" in line
+    assert f"{found}each of 4 steps looked at (at first in micro-batch 0: samples 34, 35 of the order" in line
+    assert "): suspect that device before the rate and the data" in line
 
 
 def test_all_checkpoints_corrupted_is_an_error_not_a_fresh_start(tmp_path: Path, train: Program) -> None:

@@ -129,6 +129,14 @@ def prune(root: Path, saved: Committed, retain: int | None) -> None:
         log.warning("old checkpoints in %s could not all be deleted: %s", root, error)
 
 
+def discard_after(root: Path, step: int) -> list[Committed]:
+    """Deletes every checkpoint of a later step, full ones newest first; returns them. Raises OSError."""
+    items = [item for kind in ("model", "full") for item in list_committed(root, kind)[::-1] if item.step > step]
+    for item in items:
+        _delete_committed(root / item.name)
+    return items
+
+
 def _delete_committed(path: Path) -> None:
     """Deletes a committed directory. It is renamed first, so that a kill meanwhile leaves no half checkpoint."""
     hidden = path.with_name(f".{path.name}.old-{secrets.token_hex(8)}")

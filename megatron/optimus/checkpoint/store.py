@@ -229,6 +229,7 @@ def load_newest(
     *,
     cast: bool = False,
     ranks: Ranks | None = None,
+    below: int | None = None,
 ) -> tuple[Path, Manifest] | None:
     """Loads the newest full checkpoint of which every wanted byte is good. Collective over ``ranks``.
 
@@ -239,9 +240,10 @@ def load_newest(
         requests: as for ``load_together``; called again for every checkpoint that is tried.
         cast: convert between floating-point dtypes instead of refusing them.
         ranks: None: all ranks, on the CPU.
+        below: only checkpoints of earlier steps count; None: all.
 
     Returns:
-        Directory and manifest; None when ``root`` has never had a checkpoint.
+        Directory and manifest; None when ``root`` has no checkpoint that counts.
 
     Raises:
         CheckpointError: on every rank when there are checkpoints and none is good (a fresh start would hide that), when
@@ -250,6 +252,7 @@ def load_newest(
     root = Path(root)
     ranks = ranks or Ranks(None, "cpu")
     candidates = commit.list_committed(root) if ranks.rank == 0 else []
+    candidates = [item for item in candidates if below is None or item.step < below]
     if ranks.rank == 0:
         _warn_of_links(root)
     [count] = ranks.broadcast([len(candidates)])

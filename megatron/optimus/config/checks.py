@@ -476,6 +476,29 @@ def only_own_optimizer_skips_spikes(config: RunConfig, world_size: int) -> str |
     return f"grad_norm_spike_sigma={sigma} with zero_stage={stage}: use 0, or zero_stage=1 or 2"
 
 
+def integrity_checks_fit_layout(config: RunConfig, world_size: int) -> str | None:
+    """Checksums need zero_stage 1 or 2; comparing gradients needs two copies of the model without pipeline stages."""
+    training, stage = config.training, config.optimizer.zero_stage
+    for name, allowed in (("integrity_interval", (1, 2)), ("integrity_gradient_interval", (1,))):
+        interval = getattr(training, name)
+        if interval and stage not in allowed:
+            return f"{name}={interval} with zero_stage={stage}: use 0, or zero_stage={' or '.join(map(str, allowed))}"
+    interval, saves = training.integrity_gradient_interval, config.checkpoint.save_interval
+    if not interval:
+        return None
+    layout = Layout.from_config(config.parallel, world_size)
+    if layout.pp > 1:
+        return f"integrity_gradient_interval={interval} needs whole layers on a rank, not pipeline stages; use 0"
+    if layout.dp < 2 or layout.edp < 2:
+        return (
+            f"integrity_gradient_interval={interval} needs two data-parallel copies of all weights; this layout has "
+            f"dp={layout.dp} and copies of experts edp={layout.edp}; use more ranks, fewer that share experts, or 0"
+        )
+    if 0 < saves < interval:
+        return f"integrity_gradient_interval={interval} exceeds save_interval={saves}; use at most {saves}"
+    return None
+
+
 def tasks_fit_layout(config: RunConfig, world_size: int) -> str | None:
     """``eval_tasks`` need a tokenizer, and a model whose layers a rank has all of."""
     training, stages = config.training, config.parallel.pipeline_model_parallel_size
@@ -571,6 +594,7 @@ RULES: list[Rule] = [
     apple_gpus_run_one_process,
     profiled_ranks_exist,
     only_own_optimizer_skips_spikes,
+    integrity_checks_fit_layout,
     tasks_fit_layout,
     sophia_batch_fits,
     parametrization_has_a_rule,

@@ -70,6 +70,19 @@ class Precision(str, Enum):
     FP32 = "fp32"
 
 
+class OnNan(str, Enum):
+    """What follows updates left out in a row because gradients were not finite (or far too large)."""
+
+    STOP = "stop"
+    SKIP = "skip"
+    ROLLBACK = "rollback"
+
+
+class OnLossSpike(str, Enum):
+    NONE = "none"
+    ROLLBACK = "rollback"
+
+
 class Float8(str, Enum):
     NONE = "none"
     HYBRID = "hybrid"  # products of projections, MLPs and experts: e4m3 forward, e5m2 gradients

@@ -23,6 +23,8 @@ from megatron.optimus.config.choices import (
     LRDecayStyle,
     MuonLRAdjustment,
     Normalization,
+    OnLossSpike,
+    OnNan,
     OptimizerName,
     Packing,
     Parametrization,
@@ -464,6 +466,22 @@ class TrainingConfig:
     eval_iters: int = option(10, "global batches per evaluation")
     skip_train: bool = option(False, "evaluate only: loss over eval_iters batches of the validation and test data")
     iterations_to_skip: list[int] = option([], "steps to skip: their samples are consumed without training")
+    on_nan: OnNan = option(
+        OnNan.STOP,
+        "after 5 updates in a row left out for gradients that are not finite: stop; rollback: go back to a checkpoint "
+        "and skip the samples of these steps; skip: go on, up to 100 in a row",
+    )
+    on_loss_spike: OnLossSpike = option(
+        OnLossSpike.NONE, "rollback: where a loss is far above the usual, go back to a checkpoint and skip its samples"
+    )
+    max_rollbacks: int = option(3, "rollbacks of a run; a further one ends it, or is left out for a loss spike")
+    rollback_margin: int = option(2, "steps before and after the bad ones whose samples a rollback skips too")
+    integrity_interval: int = option(
+        0, "steps between comparisons of checksums of weights and optimizer states, which find flipped bits; 0: never"
+    )
+    integrity_gradient_interval: int = option(
+        0, "steps between comparisons of a micro-batch's gradient that two ranks compute; 0: never"
+    )
     exit_interval: int = option(0, "save and stop at a step that is a multiple of this; 0: never")
     deterministic: bool = option(False, "use deterministic kernels only; others raise an error")
     tune_kernels: bool = option(
@@ -484,6 +502,7 @@ class TrainingConfig:
     def __post_init__(self) -> None:
         at_least(self, 1, "train_iters", "micro_batch_size", "global_batch_size", "seq_length", "eval_iters")
         at_least(self, 0, "seed", "eval_interval", "exit_interval")
+        at_least(self, 0, "max_rollbacks", "rollback_margin", "integrity_interval", "integrity_gradient_interval")
         at_least(self, 1, "eval_tasks_interval", "eval_tasks_limit")
         require(
             min(self.iterations_to_skip, default=1) >= 1,

@@ -47,6 +47,7 @@ from megatron.optimus.layers.documents import Documents
 from megatron.optimus.platform import device as devices
 
 _CHECKED_AHEAD = 2  # batches that must have been read before the next step
+_MOST_NAMED = 16
 _READ_AHEAD = _CHECKED_AHEAD + 2  # batches that are being read while a step runs
 
 
@@ -181,6 +182,11 @@ class BatchLoader:
             return self._instances.ids_at(consumed, size)
         return np.arange(consumed, consumed + size)
 
+    def describe(self, consumed: int, micro_batch: int) -> str:
+        """Names the samples of one of this rank's micro-batches of the step that starts at position ``consumed``."""
+        positions, ids = (own[micro_batch].tolist() for own in self._own(consumed))
+        return f"micro-batch {micro_batch}: samples {_listed(positions)} of the order, instances {_listed(ids)}"
+
     def batch(self, consumed: int) -> list[Batch]:
         """Returns this rank's micro-batches of the optimizer step that starts at position ``consumed``.
 
@@ -191,6 +197,10 @@ class BatchLoader:
         self._read_ahead(consumed, 1 + _READ_AHEAD)
         _, batches = self._ahead.popleft()
         return batches.result()
+
+    def batch_of_rank(self, consumed: int, data_parallel_rank: int, count: int) -> list[Batch]:
+        """Reads the first ``count`` micro-batches that another data-parallel rank has in the step at ``consumed``."""
+        return self._executor.submit(self._read, consumed, data_parallel_rank, count).result()
 
     def start(self, consumed: int, steps: int, skipped: Container[int] = ()) -> None:
         """Tells the loader which batches the run will ask for, so that it reads no others, and reads the first of them.
@@ -244,10 +254,10 @@ class BatchLoader:
             return self._end is None or consumed < self._end
         return consumed + self._sizes.full <= self.num_batches * self._sizes.full
 
-    def _read(self, consumed: int) -> list[Batch]:
+    def _read(self, consumed: int, rank: int | None = None, count: int | None = None) -> list[Batch]:
         batches = []
         length, read = self._instances.seq_length, self._instances.read
-        for positions, ids in zip(*self._own(consumed), strict=True):
+        for positions, ids in itertools.islice(zip(*self._own(consumed, rank), strict=True), count):
             samples = []
             for position, i in zip(positions.tolist(), ids.tolist(), strict=True):
                 transform = None
@@ -272,12 +282,16 @@ class BatchLoader:
             return Batch(tokens_BS, labels_BS, documents, positions_BS, int((labels_BS != NO_LABEL).sum()))
         return Batch(tokens_BS, labels_BS, documents, positions_BS, each * len(samples), has_equal_label_counts=True)
 
-    def _own(self, consumed: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Positions and instances of this rank's samples: int64 [micro-batches, micro_batch_size] each."""
+    def _own(self, consumed: int, rank: int | None = None) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Positions and instances of a rank's samples, None: this one's: int64 [micro-batches, micro_batch_size]."""
         ids, size = self.sample_ids(consumed), self._sizes.at(consumed)
         order = shuffled_rows(size, consumed) if isinstance(self._instances, Mixture) else np.arange(size)
-        own = order.reshape(-1, *self._layout)[:, self._rank]
+        own = order.reshape(-1, *self._layout)[:, self._rank if rank is None else rank]
         return consumed + own, ids[own]
+
+
+def _listed(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers[:_MOST_NAMED])) + ", ..." * (len(numbers) > _MOST_NAMED)
 
 
 def position_after_change(consumed: int, old_seq_length: int, new_seq_length: int) -> int:

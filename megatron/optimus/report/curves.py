@@ -77,7 +77,7 @@ def curves(metrics: MetricsTail) -> dict[str, Any]:
 
 
 def _is_curve(key: str) -> bool:
-    return key not in _NO_CURVE and not key.startswith("startup_s/")
+    return key not in _NO_CURVE and not key.startswith(("startup_s/", "rollback/"))
 
 
 def _share(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
@@ -112,6 +112,7 @@ def marks(metrics: MetricsTail) -> list[dict[str, Any]]:
         "restart": np.isfinite(metrics.column("startup_s/total")),
         "skipped": metrics.column("skipped") == 1,
         "nonfinite": metrics.column("nonfinite") == 1,
+        "rollback": np.isfinite(metrics.column("rollback/to_step")),
     }
     if len(metrics.steps):
         kinds["restart"][0] = False
@@ -120,6 +121,15 @@ def marks(metrics: MetricsTail) -> list[dict[str, Any]]:
         where = np.flatnonzero(is_there)[:_MOST_MARKS]
         found += [{"kind": kind} | {name: float(x[index]) for name, x in at.items()} for index in where]
     return found
+
+
+def rollbacks(metrics: MetricsTail) -> list[dict[str, float]]:
+    """What each rollback of the run was and why: the numbers of the first line after it, by name."""
+    columns = {key.removeprefix("rollback/"): values for key, values in metrics.columns.items() if "rollback/" in key}
+    where = np.flatnonzero(np.isfinite(metrics.column("rollback/to_step")))[:_MOST_MARKS]
+    return [
+        {name: float(values[i]) for name, values in columns.items() if math.isfinite(values[i])} for i in where.tolist()
+    ]
 
 
 def time_spent(metrics: MetricsTail) -> dict[str, Any] | None:
@@ -157,7 +167,7 @@ def time_spent(metrics: MetricsTail) -> dict[str, Any] | None:
         "waiting for data": float(waits_s.sum()),
         "validation, checkpoints, checks": float(pause_s.sum()),
         "starts": sum(one["start_s"] for one in starts),
-        "lost work": sum(one["lost_s"] for one in starts),
+        "lost work": sum(one["lost_s"] for one in starts) + float(lost_s[~np.isfinite(total_s)].sum()),
         "stopped": sum(one["stopped_s"] for one in starts),
     }
     whole = max(float(wall[-1]) - begin, sum(seconds.values()))

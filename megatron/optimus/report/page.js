@@ -340,6 +340,7 @@ function summary(run) { // [label, value, what is below it, number to compare, w
     ["ETTR", t ? percent(t.ettr) : "–", t ? `${t.starts.length - 1} restart${t.starts.length === 2 ? "" : "s"}` : "no times of day", t && t.ettr, 1],
     ...(f.peak_memory_gib !== null ? [["peak memory", `${number(f.peak_memory_gib, 3)} GiB`, "rank 0", f.peak_memory_gib, -1]] : []),
     ...(f.skipped || f.nonfinite ? [["updates left out", number(f.skipped), `${f.nonfinite} lines with a number not finite`]] : []),
+    ...f.rollbacks.map(one => ["rollback", `step ${one.at_step} to ${one.to_step}`, `${one.usual_loss !== undefined ? `loss ${number(one.loss, 4)} after a median of ${number(one.usual_loss, 4)}, deviation ${number(one.spread, 2)}` : `${one.skipped_in_a_row} updates in a row left out`}; skipped steps ${one.first_skipped} to ${one.last_skipped}`]),
   ];
 }
 function factsOf() {
@@ -436,6 +437,7 @@ function lossChart() {
   if (runs.some(run => run.curves.axes.step && run.curves.axes.step.length > 1000)) add("band-key", "lowest to highest step");
   if (kinds.has("restart")) add("event-key", "restart");
   if (kinds.has("skipped")) add("event-key", "update left out");
+  if (kinds.has("rollback")) add("event-key", "rollback");
   if (kinds.has("nonfinite")) add("event-key", "number not finite");
   card.append(key);
   return card;

@@ -130,6 +130,7 @@ def facts(run: Run) -> dict[str, Any]:
         "devices": devices,
         "skipped": int((metrics.column("skipped") == 1).sum()),
         "nonfinite": int((metrics.column("nonfinite") == 1).sum()),
+        "rollbacks": curves.rollbacks(metrics),
         "last_wall_time": _last(metrics.column("wall_time")),
     }
     return found | _parameters(run)

@@ -33,7 +33,7 @@ logger = logging.getLogger("optimus")
 
 FILE_NAME = "alerts.jsonl"
 # Kinds, besides NAME_spike of loss, grad_norm and z_loss. The file and the command have these names.
-NOT_FINITE, UNHEALTHY = "not_finite", "unhealthy"
+NOT_FINITE, UNHEALTHY, ROLLBACK = "not_finite", "unhealthy", "rollback"
 STALL, SLOW_RANK, EXPERT_COLLAPSE = "stall", "slow_rank", "expert_collapse"
 SAVE_FAILED, UPLOAD_FAILED = "save_failed", "upload_failed"
 

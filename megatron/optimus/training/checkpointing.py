@@ -7,6 +7,7 @@ import logging
 import math
 import platform
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import xxhash
 
 from megatron.optimus.checkpoint import CheckpointError, Manifest, Saved, Saver, TensorSlice, commit, state, store
+from megatron.optimus.checkpoint.errors import SaveError
 from megatron.optimus.checkpoint.memory import MemoryCheckpoints
 from megatron.optimus.checkpoint.mirror import Mirror, fetch_newest, is_url
 from megatron.optimus.checkpoint.run_lock import RunLock
@@ -168,6 +170,11 @@ class Checkpoints:
         if is_exiting:
             self.finish()
 
+    def save_again(self, step: int, consumed_samples: int) -> None:
+        """Replaces the full checkpoint that training goes on from, with what ``extra_state`` has now."""
+        self._save("full", step, consumed_samples)
+        self.finish()
+
     def finish(self) -> None:
         """Waits until every checkpoint in flight is written."""
         self._note(self._saver.drain())
@@ -311,7 +318,46 @@ class Checkpoints:
             self.found_none = True
             logger.info("starting from initial weights (seed %d)", self._config.training.seed)
             return 0, 0
-        path, manifest = found
+        return self._take_over(*found, has_moments=has_moments, position_counts=position_counts)
+
+    def roll_back(self, limits: Sequence[int]) -> tuple[int, int] | None:
+        """Loads the newest good full checkpoint of this run below the first of ``limits`` that has any, and deletes
+        those of later steps.
+
+        Returns (steps done, samples consumed) as ``resume``; None where there is no such checkpoint, and then nothing
+        has changed.
+        """
+        self.finish()
+        found = (store.load_newest(self._root, self._all_requests, ranks=self._ranks, below=one) for one in limits)
+        newest = next((one for one in found if one is not None), None)
+        if newest is None:
+            return None
+        position = self._take_over(*newest, has_moments=True, position_counts=True)
+        self.discard_after(position[0])
+        return position
+
+    def discard_after(self, step: int) -> None:
+        """Deletes the checkpoints of steps after ``step``, and those in memory: a start must not go on from them."""
+        self.finish()
+        self.forget_memory()
+
+        def discard() -> None:
+            for item in commit.discard_after(self._root, step):
+                logger.warning("%s is deleted: it was saved in steps that went wrong", self._root / item.name)
+            left = commit.list_committed(self._root)
+            if left:
+                self._last.record(left[-1].step)
+            else:
+                self._last.forget()
+
+        self._ranks.run_on_all_ranks(
+            lambda: discard() if self._mesh.rank == 0 else None, f"deleting checkpoints in {self._root}", SaveError
+        )
+
+    def _take_over(
+        self, path: Path, manifest: Manifest, *, has_moments: bool, position_counts: bool
+    ) -> tuple[int, int]:
+        """Goes on from a checkpoint whose tensors are loaded; returns (steps done, samples consumed)."""
         optimizer = self._state
         if has_moments and manifest.kind == "full":
             optimizer.step_count = int(manifest.metadata.get(STEPS_FIELD, manifest.step))

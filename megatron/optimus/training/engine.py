@@ -42,6 +42,7 @@ from megatron.optimus.training.kernel_tuning import select_tiles
 
 own_optimizer = deepspeed_ext.optimizers.own_optimizer
 Engine = deepspeed_ext.EPEngine
+StateChecksums, checksum, checksums = deepspeed_ext.StateChecksums, deepspeed_ext.checksum, deepspeed_ext.checksums
 import_ahead = deepspeed_ext.import_ahead  # torch's compiler and what the first optimizer needs
 NOISE_GROUPS = deepspeed_ext.gradient_noise.GROUPS  # parts of the model whose noise is measured apart
 TrainingState = deepspeed_ext.EPZeroOptimizer | deepspeed_ext.Stage3States  # what a checkpoint reads and writes

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean, median, median_low
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -35,6 +35,7 @@ from megatron.optimus.training.alerts import NO_ALERTS, NOT_FINITE, UNHEALTHY, A
 logger = logging.getLogger("optimus")
 
 MAX_SKIPPED_IN_A_ROW = 5
+MAX_SKIPPED_BY_POLICY = 100  # with on_nan=skip
 WINDOW = 128  # a step is compared with so many steps before it
 _FEWEST = 32  # with fewer steps nothing is an outlier
 
@@ -58,7 +59,28 @@ class TrainingError(RuntimeError):
 class NumericError(TrainingError):
     """Gradients were not finite, or far too large, in several steps in a row."""
 
-    remedy = "resume from the last checkpoint with a lower lr, or look at the data of these steps"
+    remedy = (
+        "resume from the last checkpoint with a lower lr, look at the data of these steps, or have a run skip them by "
+        "itself with --on-nan rollback"
+    )
+
+    def __init__(self, text: str, first_step: int = 0) -> None:
+        """``first_step``: of those in a row."""
+        super().__init__(text)
+        self.first_step = first_step
+
+
+class IntegrityError(TrainingError):
+    """Bits have flipped, or a computation came out wrong.
+
+    Args:
+        text: what was found, and where.
+        last_good_step: checkpoints of later steps may contain it.
+    """
+
+    def __init__(self, text: str, last_good_step: int) -> None:
+        super().__init__(text)
+        self.last_good_step = last_good_step
 
 
 class RecentValues:
@@ -95,6 +117,14 @@ class RecentValues:
                 self.add(int(pair[0]), float(pair[1]))
 
 
+class Outlier(NamedTuple):
+    """A value that is far above the last ones of its kind, and what these were."""
+
+    value: float
+    usual: float  # their median
+    spread: float  # a standard deviation, estimated robustly; of the logarithm where values are compared by factors
+
+
 class Outliers:
     """Tells values that are far above the last ones of their kind.
 
@@ -110,8 +140,8 @@ class Outliers:
         self._is_factor, self._least = is_factor, math.log(least) if is_factor else least
         self._recent: deque[float] = deque(maxlen=_RECENT)
 
-    def check(self, value: float) -> float | None:
-        """Adds a value. Returns the usual one where it is far above, else None."""
+    def check(self, value: float) -> Outlier | None:
+        """Adds a value. Returns it with what is usual where it is far above, else None."""
         if not math.isfinite(value) or (self._is_factor and value <= 0):
             return None
         scaled = math.log(value) if self._is_factor else value
@@ -124,7 +154,7 @@ class Outliers:
         spread = 1.4826 / math.sqrt(2) * steps  # the standard deviation of values, were they normal
         if scaled <= usual + max(_SPREADS * spread, self._least):
             return None
-        return math.exp(usual) if self._is_factor else usual
+        return Outlier(value, math.exp(usual) if self._is_factor else usual, spread)
 
     def to_json(self) -> list[float]:
         """The last values as they are compared, for a checkpoint."""
@@ -140,10 +170,19 @@ class Outliers:
 class Health:
     """Compares each step of a run with those before it. Every rank sees the same numbers and decides alike."""
 
-    def __init__(self, spike_sigma: float = 0.0, *, speaks: bool = True, alerts: Alerts = NO_ALERTS) -> None:
+    def __init__(
+        self,
+        spike_sigma: float = 0.0,
+        *,
+        max_skipped: int = MAX_SKIPPED_IN_A_ROW,
+        speaks: bool = True,
+        alerts: Alerts = NO_ALERTS,
+    ) -> None:
         """``spike_sigma``: an update is skipped whose gradient norm is so many standard deviations above the mean; 0
-        skips none. ``speaks``: whether this rank logs what it finds. ``alerts``: sends what is logged."""
-        self._sigma, self._speaks, self._alerts = spike_sigma, speaks, alerts
+        skips none. ``max_skipped``: in a row, that end the run. ``speaks``: whether this rank logs what it finds.
+        ``alerts``: sends what is logged."""
+        self._sigma, self._max_skipped, self._speaks, self._alerts = spike_sigma, max_skipped, speaks, alerts
+        self.loss_spike: Outlier | None = None  # of the step last observed
         self._outliers = {name: Outliers(least, is_factor=name != "loss") for name, least in _LEAST.items()}
         self._found: dict[str, _Found] = {}  # by what was out of line
         self._since_save: dict[str, _Found] = {}
@@ -156,7 +195,8 @@ class Health:
         return {"recent_grad_norms": self.grad_norms.to_json(), "recent_values": recent}
 
     def restore(self, kept: Mapping[str, Any]) -> None:
-        """Takes what ``to_json`` gave from a checkpoint's metadata, where it is there."""
+        """Takes what ``to_json`` gave from a checkpoint's metadata, where it is there. No step counts as skipped."""
+        self._skipped, self._since_save, self.loss_spike = [], {}, None
         self.grad_norms.restore(kept.get("recent_grad_norms"))
         recent = kept.get("recent_values")
         for name, outliers in self._outliers.items():
@@ -171,14 +211,16 @@ class Health:
     ) -> None:
         """Adds a finished step. ``others``: further numbers of it, by name.
 
-        Raises TrainingError at the MAX_SKIPPED_IN_A_ROW-th skipped step in a row.
+        Raises NumericError at the last skipped step in a row that is allowed.
         """
+        self.loss_spike = None
         for name, value in {"loss": loss, "grad_norm": grad_norm, **(others or {})}.items():
             is_left_out = name == "grad_norm" and skipped  # it has changed nothing, and the optimizer says so
             if not math.isfinite(value):
                 self._note(NOT_FINITE, step, f"{name} not finite", f"it is {value}", is_left_out=is_left_out)
-            elif name in self._outliers and (usual := self._outliers[name].check(value)) is not None:
-                text = f"{value:.4g} after {usual:.4g} in the steps before"
+            elif name in self._outliers and (outlier := self._outliers[name].check(value)) is not None:
+                text = f"{value:.4g} after {outlier.usual:.4g} in the steps before"
+                self.loss_spike = outlier if name == "loss" else self.loss_spike
                 self._note(f"{name}_spike", step, f"{name} far above the usual", text, is_left_out=is_left_out)
         if skipped and math.isfinite(grad_norm):
             logger.info(
@@ -186,9 +228,9 @@ class Health:
             )
         self.grad_norms.add(step, grad_norm)
         self._skipped = [*self._skipped, grad_norm] if skipped else []
-        if len(self._skipped) >= MAX_SKIPPED_IN_A_ROW:
+        if len(self._skipped) >= self._max_skipped:
             self._alerts.send(UNHEALTHY, step, _broken(step, self._skipped), is_logged=True)
-            raise NumericError(_broken(step, self._skipped))
+            raise NumericError(_broken(step, self._skipped), first_step=step - len(self._skipped) + 1)
 
     def _note(self, kind: str, step: int, what: str, text: str, *, is_left_out: bool) -> None:
         """Counts a value that is out of line. The first of steps in a row is logged, _MOST_LINES times at most."""

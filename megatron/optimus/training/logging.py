@@ -55,10 +55,9 @@ class MetricsLogger:
         self._trackers: list[Tracker] = open_trackers(run, steps)
         for tracker in self._trackers:
             alerts.add_sink(tracker.alert)
-        self._metrics = MetricsWriter(run_dir, resume_step=steps.first)
+        self._parallel, self._last_step = run.config.parallel, steps.last
+        self._open(steps.first)
         write_atomically(run_dir / "config.yaml", to_yaml(_as_started_again(run.config)), sync=False)
-        self._run_dir = run_dir
-        self._expert_load = ExpertLoad(run_dir, run.config.parallel, steps.first, steps.last)
 
     def log(self, metrics: StepMetrics, valid_losses: Mapping[str, float]) -> None:
         """Writes one step.
@@ -83,6 +82,18 @@ class MetricsLogger:
         self._try(partial(self._expert_load.add, metrics.step, metrics.expert_load_LE or []))
         if valid_losses:
             self._try(self._expert_load.write)
+
+    def rewind(self, step: int) -> None:
+        """Removes the lines of steps after ``step``, which the run will do again. Trackers keep theirs."""
+        if not self._is_writer:
+            return
+        self._try(self._metrics.close)
+        self._try(self._expert_load.close)
+        self._try(partial(self._open, step))
+
+    def _open(self, step: int) -> None:
+        self._metrics = MetricsWriter(self._run_dir, resume_step=step)
+        self._expert_load = ExpertLoad(self._run_dir, self._parallel, step, self._last_step)
 
     def _try(self, write: Callable[[], None]) -> None:
         """Logs the first error of any kind and goes on. A full disk, a closed terminal or a tracker's service that is

@@ -57,6 +57,7 @@ class StepMetrics:
     save_drain_s: float | None = None  # a checkpoint was committed since the line before, this long after it was begun
     lost_steps: int | None = None  # of a process's first step: steps done before, after the checkpoint it began from
     lost_s: float | None = None  # what these lost steps had taken, pauses included
+    rollback: dict[str, float] | None = None  # of the first step after one, what was done and why: keys rollback/NAME
     startup_s: dict[str, float] | None = (
         None  # of the process's first step: rank 0's start by phase, keys startup_s/PHASE
     )
@@ -75,6 +76,7 @@ _BY_NAME = {
     "valid_losses": "valid_loss",
     "task_scores": "task",
     "startup_s": "startup_s",
+    "rollback": "rollback",
     "bits_per_byte": "bits_per_byte",
 }
 

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from megatron.optimus.checkpoint.values import WARNINGS_FIELD
+from megatron.optimus.config.choices import OnLossSpike, OnNan
 from megatron.optimus.config.costs import flops_per_token
 from megatron.optimus.config.duration import batch_sizes, last_step, last_step_of_process
 from megatron.optimus.context import RunContext
@@ -39,7 +40,7 @@ from megatron.optimus.platform import heartbeat
 from megatron.optimus.platform.memory import needs_memory
 from megatron.optimus.platform.metrics import PendingTotals, Recorder
 from megatron.optimus.platform.signals import StopRequest
-from megatron.optimus.training.alerts import NO_ALERTS, SLOW_RANK, alerts_of
+from megatron.optimus.training.alerts import NO_ALERTS, ROLLBACK, SLOW_RANK, alerts_of
 from megatron.optimus.training.checkpointing import Checkpoints
 from megatron.optimus.training.curvature import estimate_curvature, is_due
 from megatron.optimus.training.data import build_data, check_unchanged, labels_per_micro_batch, num_labels
@@ -52,7 +53,16 @@ from megatron.optimus.training.engine import (
     update_average,
 )
 from megatron.optimus.training.evaluate import SetLoss, bytes_of_tokens, evaluate_sets, loss_over
-from megatron.optimus.training.health import Health, NumericError, TrainingError, check_devices
+from megatron.optimus.training.health import (
+    MAX_SKIPPED_BY_POLICY,
+    MAX_SKIPPED_IN_A_ROW,
+    Health,
+    IntegrityError,
+    NumericError,
+    TrainingError,
+    check_devices,
+)
+from megatron.optimus.training.integrity import Integrity
 from megatron.optimus.training.logging import (
     MetricsLogger,
     closing_lines,
@@ -66,6 +76,7 @@ from megatron.optimus.training.noise_scale import GradientNoiseScale
 from megatron.optimus.training.nonfinite import NonFiniteSource
 from megatron.optimus.training.pipeline_schedule import Schedule, build_schedule
 from megatron.optimus.training.profiling import StepProfiler
+from megatron.optimus.training.rollback import RollbackRequested, Rollbacks
 from megatron.optimus.training.stragglers import STEPS, StepSampler
 from megatron.optimus.training.timing import StepClock, StepTime, mfu
 from megatron.optimus.training.trackers import StepRange
@@ -113,6 +124,7 @@ def train_step(
     before_update: Callable[[], None] = lambda: None,
     stop_requested: Callable[[], bool] = lambda: False,
     after_backward: Callable[[Sequence[Tensor]], None] = lambda losses: None,
+    after_update: Callable[[], None] = lambda: None,
 ) -> PendingResult:
     """Queues one optimizer step; nothing here waits for the device. Collective.
 
@@ -129,6 +141,7 @@ def train_step(
         before_update: called before anything changes that a checkpoint holds.
         stop_requested: whether this rank was asked to end the run; called while the device works.
         after_backward: called with the losses of this rank's micro-batches when the passes are queued.
+        after_update: called when the update is queued.
 
     Returns:
         The step's result; its ``read`` waits for the device.
@@ -142,6 +155,7 @@ def train_step(
     heartbeat.beat("optimizer step")
     with record_function(OPTIMIZER_STEP):
         engine.step()
+    after_update()
 
     # One all-reduce for the metrics of all layers and micro-batches, the load of every expert, and requests to stop.
     for loss_sum, batch in zip(losses, batches, strict=False):  # none where another pipeline stage has the loss
@@ -222,11 +236,20 @@ class Trainer:
         self.rates = RateSchedule(config.optimizer, config.training, self.checkpoints.batch_factor)
         self.alerts, is_first = alerts_of(run), run.mesh.rank == 0
         self.checkpoints.alerts = self.alerts
-        self.health = Health(config.optimizer.grad_norm_spike_sigma, speaks=is_first, alerts=self.alerts)
+        skips_on = config.training.on_nan is OnNan.SKIP
+        self.health = Health(
+            config.optimizer.grad_norm_spike_sigma,
+            max_skipped=MAX_SKIPPED_BY_POLICY if skips_on else MAX_SKIPPED_IN_A_ROW,
+            speaks=is_first,
+            alerts=self.alerts,
+        )
+        self.rollbacks = Rollbacks(config.training)
         self.health.restore(self.checkpoints.extra_state)
         self.noise_scale = GradientNoiseScale()
         self.noise_scale.restore(self.checkpoints.extra_state)
-        self.nonfinite = NonFiniteSource(self.model, run.ranks)
+        self.rollbacks.restore(self.checkpoints.extra_state)
+        self.nonfinite = NonFiniteSource(self.model, run.ranks, self.data.train.describe)
+        self.integrity = Integrity(run, self.engine, self.schedule, self.data.train, self.step)
         self.recorder, self.clock = Recorder(run.ranks), StepClock(run.device)
         self.sampler: StepSampler | None = None  # while steps are compared over the ranks
         self.is_async_device = devices.is_asynchronous(run.device)
@@ -246,17 +269,23 @@ class Trainer:
                 logger.info("%s", line)
             return self._evaluate_test_sets()
         began = time.monotonic()
-        options, skipped = self.config.logging, self._starts_of_skipped_steps()
+        options = self.config.logging
         profiler = StepProfiler(
             options, self.engine.module, self.run.device, self.clock, rank=self.run.mesh.rank, first_step=self.step
         )
         with self._open_logger() as metrics_logger, StopRequest() as stop, profiler:
-            start = partial(self.data.train.start, self.consumed_samples, self.last_step - self.step, skipped)
             with self.run.startup.phase("data", "reading the first batches"):
-                self.run.ranks.run_on_all_ranks(start, "reading the first batches", DataError)
-            self.clock.restart()
+                self._start_data()
             try:
-                self._train(metrics_logger, stop, profiler)
+                while True:
+                    try:
+                        self._train(metrics_logger, stop, profiler)
+                        break
+                    except RollbackRequested as wanted:
+                        self._roll_back(wanted, metrics_logger)
+            except IntegrityError as error:
+                self.checkpoints.discard_after(error.last_good_step)  # the run begins again from before it
+                raise
             except TrainingError:
                 self.checkpoints.forget_memory()
                 self.checkpoints.finish()  # those in flight hold steps from before the trouble
@@ -285,11 +314,44 @@ class Trainer:
                 write_report(Path(self.config.logging.run_dir))  # with these losses
         return 0
 
+    def _start_data(self) -> None:
+        """Begins to read the batches of the steps to come."""
+        skipped = self._starts_of_skipped_steps()
+        start = partial(self.data.train.start, self.consumed_samples, self.last_step - self.step, skipped)
+        self.run.ranks.run_on_all_ranks(start, "reading the first batches", DataError)
+        self.clock.restart()
+
+    def _roll_back(self, wanted: RollbackRequested, metrics_logger: MetricsLogger) -> None:
+        """Goes back to a checkpoint from before the bad steps, and saves it again with the steps to skip.
+
+        Raises NumericError on every rank where there is none.
+        """
+        heartbeat.beat("rolling back")
+        at_step, self.queued = self.step, None
+        position = self.checkpoints.roll_back(self.rollbacks.limits(wanted))
+        if position is None:
+            text = f"{wanted.reason}; there is no checkpoint from before step {wanted.first} to go back to"
+            with self.run.ranks.failing_alike():
+                raise NumericError(f"{text}: save earlier with --save-interval, or keep more with --save-retain")
+        self.step, self.consumed_samples = position
+        self.integrity.forget()
+        for part in (self.health, self.noise_scale, self.rollbacks):
+            part.restore(self.checkpoints.extra_state)
+        one = self.rollbacks.add(wanted, at_step, self.step)
+        text = f"{wanted.reason}: back to step {self.step}, and past steps {one.first_skipped} to {one.last_skipped}"
+        if self.run.mesh.rank == 0:
+            logger.warning("step %d: %s", at_step, text)
+        self.alerts.send(ROLLBACK, at_step, text, is_logged=True)
+        self.checkpoints.extra_state |= self.rollbacks.to_json()
+        self.checkpoints.save_again(self.step, self.consumed_samples)
+        metrics_logger.rewind(self.step)
+        self._start_data()
+
     def _train(self, metrics_logger: MetricsLogger, stop: StopRequest, profiler: StepProfiler) -> None:
         """Trains, logs, evaluates and saves until the last step, an ``exit_interval``, or any rank's request to stop.
 
-        Raises, on every rank, TrainingError where the run is unhealthy, DataError where data cannot be read, and
-        CheckpointError where a save failed.
+        Raises, on every rank, TrainingError where the run is unhealthy, RollbackRequested where it is to go back,
+        DataError where data cannot be read, and CheckpointError where a save failed.
         """
         training = self.config.training
         while self._skip_steps() < self.last_step:
@@ -302,11 +364,15 @@ class Trainer:
                 estimate_curvature(
                     *(self.run, self.engine, self.schedule, batches, self.step), self.checkpoints.before_update
                 )
+                self.integrity.forget()
+            with self.run.ranks.failing_alike():
+                self.integrity.check_gradients(self.step + 1, self.consumed_samples, batches)
             result = train_step(
                 *(self.run, self.engine, self.schedule, self.recorder, batches),
-                before_update=self.checkpoints.before_update,
+                before_update=self._before_update,
+                after_update=partial(self.integrity.after_update, self.step + 1),
                 stop_requested=partial(self._is_asked_to_stop, stop),  # a rank that cannot go on must not leave alone
-                after_backward=self.nonfinite.end_step,
+                after_backward=partial(self.nonfinite.end_step, self.consumed_samples),
             )
             queued = self._count_step(result, lr)
             update_average(self.engine, self.config.optimizer, self.step)
@@ -344,6 +410,10 @@ class Trainer:
         with self.clock.data():
             batches = self.data.train.batch(self.consumed_samples)
         return [batch.to(self.run.device) for batch in batches]
+
+    def _before_update(self) -> None:
+        self.checkpoints.before_update()
+        self.integrity.before_update(self.step + 1, self.recorder)
 
     def _set_rates(self) -> float:
         """Sets learning rate (returned) and largest gradient norms of the next step."""
@@ -413,6 +483,7 @@ class Trainer:
         others = {**result.metrics, **{f"valid_loss/{name}": value for name, value in valid_losses.items()}}
         loss = others.pop("loss", 0.0)
         with self.run.ranks.failing_alike():
+            self.integrity.judge(queued.step, result.metrics)
             self._judge(queued.step, loss, result, others)
         if unreadable is not None:
             logger.info("validation data cannot be read: saving step %d", self.step)
@@ -420,14 +491,27 @@ class Trainer:
             raise unreadable
 
     def _judge(self, step: int, loss: float, result: StepResult, others: dict[str, float]) -> None:
-        """Compares a step with those before it. Raises NumericError where the run is broken. Collective where it is."""
+        """Compares a step with those before it. Collective where the run is broken.
+
+        Raises NumericError where it is, and RollbackRequested where the policies ask for that.
+        """
+        policy = self.config.training
         self.nonfinite.watch(is_skipped=not math.isfinite(result.grad_norm))
         try:
             self.health.observe(step, loss=loss, grad_norm=result.grad_norm, skipped=result.skipped, others=others)
         except NumericError as error:
-            source = self.nonfinite.describe()
+            source, is_device = self.nonfinite.describe()
+            if policy.on_nan is OnNan.ROLLBACK and not is_device and self.rollbacks.are_left:
+                count = step - error.first_step + 1
+                reason = f"{error}. {source}" if source else str(error)
+                raise RollbackRequested(error.first_step, step, reason, {"skipped_in_a_row": count}) from None
             remedy = error.remedy if source else error.remedy.capitalize()
             raise NumericError(f"{error}. {source}{'; or ' if source else ''}{remedy}") from None
+        spike = self.health.loss_spike
+        if spike is not None and policy.on_loss_spike is OnLossSpike.ROLLBACK and self.rollbacks.are_left:
+            evidence = {"loss": spike.value, "usual_loss": spike.usual, "spread": spike.spread}
+            reason = f"loss {spike.value:.4g} far above the median {spike.usual:.4g} (deviation {spike.spread:.2g})"
+            raise RollbackRequested(step, step, reason, evidence)
 
     def _evaluate(self) -> dict[str, SetLoss]:
         """The loss over every validation set, by its name."""
@@ -447,11 +531,8 @@ class Trainer:
             is_saved = is_exiting or _is_due(self.step, self.config.checkpoint.save_interval)
             marks = self.health.marks(is_saved=is_saved)
             state = self.checkpoints.extra_state
-            state |= (
-                self.health.to_json()
-                | self.noise_scale.to_json()
-                | {LINES_FIELD: self.data.fingerprints, WARNINGS_FIELD: marks}
-            )
+            state |= self.health.to_json() | self.noise_scale.to_json() | self.rollbacks.to_json()
+            state |= {LINES_FIELD: self.data.fingerprints, WARNINGS_FIELD: marks}
             if not marks:
                 del state[WARNINGS_FIELD]
             heartbeat.beat("saving a checkpoint")
@@ -489,6 +570,7 @@ class Trainer:
             peak_memory_gib=queued.peak_memory / 2**30 or None,
             skipped=result.skipped or None,
             pause_s=queued.time.pause or None,
+            rollback=self.rollbacks.take_numbers(),
             **queued.checkpoint_times,  # type: ignore[arg-type]
             recorded=recorded,
             expert_load_LE=load_LE,
@@ -524,17 +606,17 @@ class Trainer:
             logger.info("%s: saving step %d", why, self.step)
 
     def _starts_of_skipped_steps(self) -> set[int]:
-        """Positions in the order of samples at which ``iterations_to_skip`` begin; their data need not be readable."""
-        numbers = [n for n in self.config.training.iterations_to_skip if self.step < n < self.last_step]
+        """Positions in the order of samples at which skipped steps begin; their data need not be readable."""
+        numbers = self.rollbacks.skipped_steps(self.step + 1, self.last_step)
         return {self.batch_sizes.after(self.consumed_samples, n - 1 - self.step) for n in numbers}
 
     def _skip_steps(self) -> int:
-        """Counts steps of ``iterations_to_skip`` without training them; returns the steps done. The last step of a run
-        is never skipped."""
-        while self.step + 1 in self.config.training.iterations_to_skip and self.step + 1 < self.last_step:
+        """Counts the steps that ``iterations_to_skip`` and rollbacks skip, without training them; returns the steps
+        done. The last step of a run is never skipped."""
+        while self.rollbacks.skipped_steps(self.step + 1, min(self.step + 2, self.last_step)):
             self.step += 1
             self.consumed_samples += self.batch_sizes.at(self.consumed_samples)
-            logger.info("step %d is left out, as iterations_to_skip says", self.step)
+            logger.info("step %d is left out, as iterations_to_skip or a rollback says", self.step)
         return self.step
 
     def _check_devices(self) -> None:

@@ -30,9 +30,11 @@ from megatron.optimus.training import profiling
 from megatron.optimus.training import trainer as training
 from megatron.optimus.training.evaluate import SetLoss
 from megatron.optimus.training.health import Health
+from megatron.optimus.training.integrity import Integrity
 from megatron.optimus.training.lr_schedule import RateSchedule
 from megatron.optimus.training.metrics import read_metrics
 from megatron.optimus.training.nonfinite import NonFiniteSource
+from megatron.optimus.training.rollback import Rollbacks
 from megatron.optimus.training.timing import StepClock
 from megatron.optimus.training.trainer import StepResult, Trainer
 
@@ -148,7 +150,9 @@ class Run:
         )
         trainer.last_step, trainer.health = config.training.train_iters, Health()
         trainer.clock, trainer.sampler = StepClock(device), None
-        trainer.nonfinite = NonFiniteSource(nn.Module(), trainer.run.ranks)
+        trainer.integrity = Integrity(trainer.run, trainer.engine, None, self, 0)  # type: ignore[arg-type]
+        trainer.rollbacks = Rollbacks(config.training)
+        trainer.nonfinite = NonFiniteSource(nn.Module(), trainer.run.ranks, lambda *_: "")
         monkeypatch.setattr(training, "train_step", self.train_step)
         monkeypatch.setattr(training, "loss_over", self.validate)
         monkeypatch.setattr(training, "check_devices", self.check_devices)

@@ -1,0 +1,252 @@
+"""Finds silent data corruption: flipped bits in weights and optimizer states, and computations that come out wrong.
+
+Three comparisons, all exact (deepspeed_ext/zero/checksums.py):
+1. Sharded states (master weights, moments) right after an update and right before the next one, on each rank.
+2. Parameters right before an update, over the ranks that hold the same.
+3. The gradient of a micro-batch, which another data-parallel copy of the model computes too. The copies take turns.
+
+The host reads 1 and 2 with the numbers of the step, so a run that goes wrong does one or two more updates; no step is
+saved that was not compared. 3 waits for the device, and comes before the update. What is found ends the run: the
+launcher starts it again from a checkpoint that is older than what was found, and leaves out a node that was named.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron.optimus.config.layout import Layout
+from megatron.optimus.context import RunContext
+from megatron.optimus.data.errors import DataError
+from megatron.optimus.data.loader import Batch, BatchLoader
+from megatron.optimus.platform.metrics import Recorder
+from megatron.optimus.training.engine import Engine, StateChecksums, checksum, checksums
+from megatron.optimus.training.health import IntegrityError
+from megatron.optimus.training.pipeline_schedule import Schedule
+
+METRIC = "integrity_errors"  # checksums that differ, over all ranks; only steps that compare have it
+_MOST_NAMED = 4
+
+logger = logging.getLogger("optimus")
+
+
+class _Comparison(NamedTuple):
+    """What one step compared, on the device."""
+
+    step: int
+    changed: Tensor | None  # bool, of this rank's states
+    replicas: Sequence[tuple[list[int], list[str], Tensor]]  # ranks, names of flat buffers, int64 [ranks, buffers, 2]
+
+
+class Integrity:
+    """The comparisons of a run. Every method is collective over all ranks.
+
+    Args:
+        run: configuration, mesh and ranks.
+        engine: the model and its optimizer.
+        schedule: runs forward and backward.
+        data: the training data.
+        step: steps done; the state that was loaded counts as good.
+    """
+
+    def __init__(self, run: RunContext, engine: Engine, schedule: Schedule, data: BatchLoader, step: int) -> None:
+        self._run, self._engine, self._schedule, self._data = run, engine, schedule, data
+        training = run.config.training
+        self._interval, self._gradient_interval = training.integrity_interval, training.integrity_gradient_interval
+        self._states = StateChecksums(engine.optimizer) if self._interval else None
+        self._recent: deque[_Comparison] = deque(maxlen=2)  # the host may be one step behind
+        self._verified_step = step  # its gradients, and those before, came out right when they were compared last
+        self._is_announced = False
+
+    # ---- weights and states
+
+    def before_update(self, step: int, recorder: Recorder) -> None:
+        """Compares states and parameters if that is due. Call when all backwards of ``step`` (from 1) are queued."""
+        if self._states is None:
+            return
+        if not self._is_announced:  # a name that comes later is reduced one step late
+            recorder.add(METRIC, 0.0, "sum", 0.0)
+            self._is_announced = True
+        if step % self._interval:
+            return
+        changed = self._states.changed()
+        replicas = self._states.replicas()
+        self._recent.append(_Comparison(step, changed, replicas))
+        counts = [(sums != sums[:1]).sum() for _, _, sums in replicas] + ([] if changed is None else [changed.sum()])
+        count = torch.stack(counts).sum() if counts else torch.zeros((), dtype=torch.int64)
+        recorder.add(METRIC, count, "sum", 1.0)
+
+    def after_update(self, step: int) -> None:
+        """Takes the checksums that the next step compares. Call when the update of ``step`` is queued."""
+        if self._states is not None and (step + 1) % self._interval == 0:
+            self._states.record()
+
+    def forget(self) -> None:
+        """Call when states have changed by other means than an update."""
+        if self._states is not None:
+            self._states.forget()
+
+    def judge(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Raises IntegrityError on every rank where the numbers of a step say that checksums differed."""
+        if not metrics.get(METRIC, 0.0) or self._states is None:
+            return
+        found = next(one for one in reversed(self._recent) if one.step == step)
+        flags = [] if found.changed is None else found.changed.tolist()
+        changed = [name for name, is_changed in zip(self._states.names(), flags, strict=False) if is_changed]
+        suspects = [suspects_of(ranks, names, sums.cpu()) for ranks, names, sums in found.replicas]
+        own = json.dumps([socket.gethostname(), changed, [one for one in suspects if one is not None]])
+        everyone = [json.loads(part) for part in self._run.ranks.all_gather_bytes(own.encode())]
+        raise IntegrityError(f"silent data corruption in step {step}: {describe(everyone)}", step - 2)
+
+    # ---- gradients
+
+    def check_gradients(self, step: int, consumed_samples: int, batches: Sequence[Batch]) -> None:
+        """Compares a gradient with what another rank computes, if that is due. Call before the forwards of ``step``.
+
+        Args:
+            step: from 1.
+            consumed_samples: before the step.
+            batches: this rank's micro-batches of the step, on the device.
+
+        Raises:
+            IntegrityError: on every rank, where any two of them differ.
+        """
+        if not self._gradient_interval or step % self._gradient_interval:
+            return
+        mesh = self._run.mesh
+        source = gradient_source(mesh.layout, mesh.index("dp"), step // self._gradient_interval)
+        read = partial(self._data.batch_of_rank, consumed_samples, source, count=1)
+        [other] = self._run.ranks.run_on_all_ranks(read, "reading another rank's data", DataError)
+        both = (batches[0], other.to(self._run.device))
+        first = self._exchange(both, source)
+        bad = differing(first)
+        if not bad:
+            self._verified_step = step - 1
+            return
+        again = self._exchange(both, source)
+        text, is_unsteady = describe_gradients(first, again, bad)
+        # What comes out differently the second time was a passing fault, and it has changed nothing yet.
+        good = step - 1 if is_unsteady else self._verified_step
+        raise IntegrityError(f"silent data corruption in step {step}: {text}", good)
+
+    def _exchange(self, both: Sequence[Batch], source: int) -> list[Gradients]:
+        sums = [self._gradient(batch).tolist() for batch in both]
+        own = json.dumps([socket.gethostname(), self._run.mesh.ranks("dp")[source], *sums])
+        return [Gradients(*json.loads(part)) for part in self._run.ranks.all_gather_bytes(own.encode())]
+
+    def _gradient(self, batch: Batch) -> Tensor:
+        """Checksums of the loss and of this rank's gradients of one micro-batch: int64 [N, 2]."""
+        optimizer = self._engine.optimizer
+        with self._counting_nothing(), self._engine.discarding_gradients():
+            losses = self._schedule.forward_backward([batch], batch.labels_BS.numel(), with_router_losses=False)
+            tensors = [*losses, *optimizer.local_gradients()]
+            sums = checksums(tensors, optimizer.device)
+        return checksum(sums)
+
+    @contextmanager
+    def _counting_nothing(self) -> Iterator[None]:
+        counts = {router: router.step_counts_E.clone() for router in self._schedule.routers.values()}
+        try:
+            yield
+        finally:
+            for router, count in counts.items():
+                router.step_counts_E.copy_(count)
+
+
+class Gradients(NamedTuple):
+    """Checksums of two gradients that a rank has computed."""
+
+    host: str
+    source: int  # the rank whose micro-batch the second one is of
+    own: list[int]
+    other: list[int]
+
+
+def block_of_copies(layout: Layout) -> int:
+    """How many neighbours along dp together hold one copy of all weights."""
+    return max(1, layout.ep * layout.etp // (layout.cp * layout.tp))
+
+
+def gradient_source(layout: Layout, index: int, turn: int) -> int:
+    """The data-parallel index whose micro-batch the one with ``index`` computes too, in another copy each turn."""
+    block = block_of_copies(layout)
+    distance = 1 + turn % (layout.dp // block - 1)
+    return (index + distance * block) % layout.dp
+
+
+def differing(gradients: Sequence[Gradients]) -> list[tuple[int, int]]:
+    """Pairs of ranks whose gradients of the same micro-batch differ: the one that has it, and the other."""
+    return [(one.source, rank) for rank, one in enumerate(gradients) if one.other != gradients[one.source].own]
+
+
+def describe_gradients(
+    first: Sequence[Gradients], again: Sequence[Gradients], bad: Sequence[tuple[int, int]]
+) -> tuple[str, bool]:
+    """Says which ranks to suspect, and whether they computed something else the second time."""
+    pairs = ", ".join(f"{a} and {b}" for a, b in bad[:_MOST_NAMED])
+    text = f"ranks {pairs} computed different gradients from the same samples"
+    unsteady = [rank for rank, (one, two) in enumerate(zip(first, again, strict=True)) if one != two]
+    if unsteady:
+        return f"{text}, and something else at a second time, {_named(unsteady, first)}", True
+    counts = Counter(rank for pair in bad for rank in pair)
+    most = max(counts.values())
+    always = [rank for rank, count in counts.items() if count == most]
+    if most > 1 and len(always) == 1:
+        return f"{text}, {_named(always, first)}", False
+    return f"{text}; one of them is wrong, and a further copy would be needed to say which", False
+
+
+def _named(ranks: Sequence[int], gradients: Sequence[Gradients]) -> str:
+    rank = ranks[0]
+    more = f" (and on ranks {', '.join(map(str, ranks[1 : _MOST_NAMED + 1]))})" if len(ranks) > 1 else ""
+    return f"first on rank {rank} of node {gradients[rank].host}{more}"
+
+
+def suspects_of(ranks: Sequence[int], names: Sequence[str], sums: Tensor) -> tuple[str, list[int], bool] | None:
+    """Finds the ranks of a group whose parameters differ from those of the others.
+
+    Args:
+        ranks: the group.
+        names: of the flat buffers.
+        sums: int64 [ranks, flat buffers, 2].
+
+    Returns:
+        The first flat buffer that differs, the ranks to suspect, and whether a majority says so; None if all are equal.
+    """
+    for index, name in enumerate(names):
+        found = [tuple(one) for one in sums[:, index].tolist()]
+        [(usual, count), *others] = Counter(found).most_common()
+        if others:
+            is_majority = count > len(found) / 2
+            odd = [rank for rank, one in zip(ranks, found, strict=True) if one != usual or not is_majority]
+            return name, odd, is_majority
+    return None
+
+
+def describe(everyone: Sequence[tuple[str, list[str], list[tuple[str, list[int], bool]]]]) -> str:
+    """Says what was found.
+
+    Args:
+        everyone: of each rank its host, the states that changed there, and what ``suspects_of`` found.
+    """
+    changed = {rank: names for rank, (_, names, _) in enumerate(everyone) if names}
+    if changed:
+        rank, names = next(iter(changed.items()))
+        more = f" (and on ranks {', '.join(map(str, [*changed][1 : _MOST_NAMED + 1]))})" if len(changed) > 1 else ""
+        return f"{names[0]} changed between two updates, first on rank {rank} of node {everyone[rank][0]}{more}"
+    name, odd, is_majority = next(found[0] for _, _, found in everyone if found)
+    what = f"the weights from {name} on are not the same on all data-parallel ranks"
+    if is_majority:
+        more = f" (and on ranks {', '.join(map(str, odd[1 : _MOST_NAMED + 1]))})" if len(odd) > 1 else ""
+        return f"{what}: they differ first on rank {odd[0]} of node {everyone[odd[0]][0]}{more}"
+    named = ", ".join(f"{rank} ({everyone[rank][0]})" for rank in odd[:_MOST_NAMED])
+    return f"{what}: one of ranks {named} has wrong ones, and a further copy would be needed to say which"
