@@ -18,6 +18,7 @@ from megatron.optimus.config.choices import (
     Device,
     ExpertPlacement,
     Float8,
+    KernelLibrary,
     LoadBalancing,
     LRDecayStyle,
     MuonLRAdjustment,
@@ -261,6 +262,7 @@ class OptimizerConfig:
         "adam is AdamW; muon, normuon, soap, shampoo, galore and dion use AdamW for parameters that are not hidden "
         "matrices",
     )
+    optimizer_backend: KernelLibrary = option(KernelLibrary.OPTIMUS, "kernels of AdamW's step; apex: its FusedAdam")
     optimizer_state_dtype: StateDtype = option(StateDtype.FP32, "dtype of moments; master weights are fp32")
     zero_stage: int = option(
         1,
@@ -399,6 +401,9 @@ class TrainingConfig:
     params_dtype: Precision = option(Precision.BF16, "dtype of weights and activations; master weights are fp32")
     fp8: Float8 = option(
         Float8.NONE, "hybrid: products of attention's projections, MLPs and experts in float8, one scale a matrix"
+    )
+    norm_backend: KernelLibrary = option(
+        KernelLibrary.OPTIMUS, "kernels of the decoder's norms, those of queries and keys apart; apex: its fused norms"
     )
     seed: int = option(1234, "seed of initial weights and data order")
     eval_interval: int = option(100, "steps between evaluations on validation data; 0: never")
