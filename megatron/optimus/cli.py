@@ -26,6 +26,7 @@ COMMANDS = {
     "generate": ("megatron.optimus.commands.generate", "generate text from a checkpoint, or score given text"),
     "serve": ("megatron.optimus.commands.serve", "serve a checkpoint over an OpenAI-compatible API"),
     "evaluate": ("megatron.optimus.commands.evaluate", "evaluate a checkpoint on tasks of lm-eval's harness"),
+    "make-tasks": ("megatron.optimus.commands.make_tasks", "make tasks for evaluate from held-out texts"),
     "report": ("megatron.optimus.commands.report", "make a page of runs: curves, time, experts, configuration"),
     "watch": ("megatron.optimus.commands.watch", "watch a run in the terminal, by the files in its folder"),
     "verify": ("megatron.optimus.commands.verify", "verify, list or compare checkpoints"),
