@@ -578,6 +578,8 @@ class LoggingConfig:
     mlflow_uri: str | None = option(None, "MLflow server or folder; default: no logging there")
     mlflow_experiment: str = option("optimus", "MLflow experiment; made where there is none")
     mlflow_run_name: str | None = option(None, "name of the MLflow run; default: the name of run_dir")
+    comet_project: str | None = option(None, "Comet project; default: no logging there")
+    comet_exp_name: str | None = option(None, "name of the Comet experiment; default: the name of run_dir")
     alert_command: str | None = option(
         None, "shell command for each alert, which it gets as JSON on its standard input; default: none"
     )
@@ -597,6 +599,10 @@ class LoggingConfig:
         require(
             self.wandb_exp_name is None or self.wandb_project is not None,
             f"wandb_exp_name={self.wandb_exp_name!r} names a run of no project; give wandb_project too",
+        )
+        require(
+            self.comet_exp_name is None or self.comet_project is not None,
+            f"comet_exp_name={self.comet_exp_name!r} names an experiment of no project; give comet_project too",
         )
         require(self.run_dir != "", "run_dir is empty; name a folder, for example runs/first")
 
