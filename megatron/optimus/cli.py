@@ -37,6 +37,8 @@ COMMANDS = {
     "doctor": ("megatron.optimus.commands.doctor", "check this machine's installation, and say how to mend it"),
     "tune-kernels": ("megatron.optimus.commands.tune_kernels", "autotune the Triton expert kernels on this GPU"),
 }
+# A peer that closes its connection would end these by SIGPIPE.
+_WITH_SOCKETS = ("pretrain", "launch", "serve", "convert", "evaluate")
 
 
 def run(argv: Sequence[str] | None = None) -> NoReturn:
@@ -76,7 +78,7 @@ def _run(words: list[str]) -> int:
         sys.stderr.write(f"error: optimus has no command {words[0]!r}; {hint}\n")
         return 2
     module = importlib.import_module(COMMANDS[words[0]][0])
-    if words[0] not in ("pretrain", "launch"):
+    if words[0] not in _WITH_SOCKETS:
         signals.end_on_sigpipe()
     signals.raise_on_sigint()
     try:

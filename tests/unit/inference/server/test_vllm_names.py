@@ -1,8 +1,8 @@
 """Exports have the fields of config.json and the names of weights that vLLM and SGLang read, for every architecture.
 
-Read in the model files of vLLM 0.33.0 and SGLang 0.5.23: every field that they take without a default, but for those that
-transformers' class of the configuration fills in (pad_token_id), and every name that their loaders know. vLLM has no
-file for olmo, and runs transformers' own model. Neither server runs here.
+Read in the model files of vLLM 0.33.0 and SGLang 0.5.23: every field that they take without a default, but for those
+that transformers' class of the configuration fills in (pad_token_id), and every name that their loaders know. vLLM has
+no file for olmo, and runs transformers' own model. Neither server runs here.
 """
 
 from __future__ import annotations
