@@ -134,7 +134,7 @@ def wait_until_ready(process: subprocess.Popen, url: str, log: Path, seconds: fl
     deadline = time.monotonic() + seconds
     while True:
         try:
-            if httpx.get(f"{url}/health", timeout=5).status_code == 200:
+            if httpx.get(f"{url}/health", timeout=60).status_code == 200:
                 return
         except httpx.HTTPError:
             pass
