@@ -9,7 +9,6 @@ import asyncio
 import json
 import random
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,8 +53,6 @@ class Service:
         self.loaded, self.scheduler, self.metrics, self.chat = loaded, scheduler, metrics, chat
         self.name, self.limits = name, limits
         self.texts = TokenTexts(loaded.tokenizer)
-        self._mailbox = _Mailbox()
-        scheduler.after_step = self._mailbox.send
         self.started = int(time.time())
 
     async def complete(self, request: Request, kind: type[CompletionBody] | type[ChatBody]) -> Response:
@@ -66,7 +63,7 @@ class Service:
         # In another thread: a long text takes a while to encode, and other clients shall not wait for it.
         body, prompts, echoed = await asyncio.to_thread(self._read, kind, content)
         events: asyncio.Queue[tuple[int, Update]] = asyncio.Queue()
-        made = self._requests(body, prompts, events)
+        made = self._requests(body, prompts, events, asyncio.get_running_loop())
         usage = Usage(prompt=sum(map(len, prompts)))
         echo = [text for text in echoed for _ in range(body.n)]
         answer = Answer(body, self.name, self.texts, echo)
@@ -145,7 +142,7 @@ class Service:
 
     def _requests(
         self, body: CompletionBody | ChatBody, prompts: Sequence[list[int]],
-        events: asyncio.Queue[tuple[int, Update]],
+        events: asyncio.Queue[tuple[int, Update]], loop: asyncio.AbstractEventLoop,
     ) -> list[ServedRequest]:  # fmt: skip
         """Makes the scheduler's requests: ``n`` of each prompt, numbered as prompts of ``generate`` are."""
         try:
@@ -169,7 +166,7 @@ class Service:
                 made.append(
                     ServedRequest(
                         self.loaded, ids, sampling, Limits(max(1, most), body.stops, body.ignore_eos), index,
-                        self._mailbox.address(events, index),
+                        _into(events, index, loop),
                         top_logprobs=body.top_logprobs or 0 if has_logprobs else 0,
                         scores_prompt=bool(body.echo) and has_logprobs,
                         wants_experts=body.experts,
@@ -288,30 +285,16 @@ def build_app(service: Service) -> FastAPI:
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 
 
-class _Mailbox:
-    """Hands updates from the scheduler's thread to the loop of the endpoints, which a step wakes once for all of them.
+def _into(
+    events: asyncio.Queue[tuple[int, Update]], index: int, loop: asyncio.AbstractEventLoop
+) -> Callable[[Update], None]:
+    """Hands updates from the scheduler's thread to the loop of the endpoints."""
 
-    A wake-up for each token would be a write to a pipe, and the two threads would take turns after each.
-    """
+    def update(one: Update) -> None:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(events.put_nowait, (index, one))
 
-    def __init__(self) -> None:
-        self._waiting: deque[tuple[asyncio.Queue[tuple[int, Update]], int, Update]] = deque()
-        self._loop: asyncio.AbstractEventLoop | None = None
-
-    def address(self, events: asyncio.Queue[tuple[int, Update]], index: int) -> Callable[[Update], None]:
-        """What the scheduler calls with the updates of one request. Called in the loop."""
-        self._loop = asyncio.get_running_loop()
-        return lambda update: self._waiting.append((events, index, update))
-
-    def send(self) -> None:
-        """Wakes the loop. Called by the scheduler's thread after each step."""
-        if self._waiting and self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._deliver)
-
-    def _deliver(self) -> None:
-        while self._waiting:
-            events, index, update = self._waiting.popleft()
-            events.put_nowait((index, update))
+    return update
 
 
 async def _unless_gone(request: Request, work: Awaitable[list[Update]]) -> list[Update]:

@@ -145,7 +145,6 @@ class Scheduler:
         self._is_draining = self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
         self.failure: BaseException | None = None  # what ended the thread
-        self.after_step: Callable[[], None] = lambda: None  # called when the requests of a step have their updates
 
     def start(self) -> None:
         """Starts the thread."""
@@ -216,7 +215,6 @@ class Scheduler:
             raise
         finally:
             self._fail([*self._running, *self._waiting], "the server is shutting down")
-            self.after_step()
             if self.failure is None:
                 self._engine.stop()
 
@@ -246,7 +244,6 @@ class Scheduler:
                 raise
             log.exception("a step failed; its requests get an error and the server goes on")
             self._fail([request for request, _ in planned], f"the server failed: {type(error).__name__}: {error}")
-        self.after_step()
         return True
 
     def _drop_cancelled(self) -> None:
