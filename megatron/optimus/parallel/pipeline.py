@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any, Protocol
 
 import torch
@@ -39,6 +40,8 @@ _SCHEDULES = {
     PipelineSchedule.INTERLEAVED_ZERO_BUBBLE: ScheduleInterleavedZeroBubble,
     PipelineSchedule.ZBV: ScheduleZBVZeroBubble,
 }
+# torch 2.8 keeps the outputs of all micro-batches, and would pass the argument on to the stages.
+_WITHOUT_OUTPUTS = {"return_outputs": False} if "return_outputs" in signature(Schedule1F1B.step).parameters else {}
 
 
 class _AttachLoss(torch.autograd.Function):
@@ -329,7 +332,7 @@ class Pipeline:
         tokens = (torch.cat([batch.tokens_BS for batch in batches]),) if 0 in self._chunks else ()
         target = torch.cat([batch.labels_BS for batch in batches]) if self.is_last else None
         losses: list[Tensor] | None = [] if self.is_last else None
-        self._schedule.step(*tokens, target=target, losses=losses, return_outputs=False)
+        self._schedule.step(*tokens, target=target, losses=losses, **_WITHOUT_OUTPUTS)
         return self._loss_sums
 
     @torch.no_grad()
