@@ -18,6 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -48,7 +50,18 @@ def draw(model: nn.Module, device: torch.device) -> None:
 # ---- torchtitan
 
 
-def torchtitan(config: Any, device: torch.device, compiled: bool, autocast: bool = False) -> Program:
+@dataclass(frozen=True)
+class TorchtitanParts:
+    """What its trainer trains with."""
+
+    model: nn.Module
+    optimizers: Any
+    loss_fn: Callable[[Tensor, Tensor], Tensor]  # the sum over labels
+    clip: Callable[[], Tensor]
+    about: dict[str, Any]
+
+
+def torchtitan_parts(config: Any, device: torch.device, compiled: bool, autocast: bool = False) -> TorchtitanParts:
     """``config``: the project's, of one rank and one micro-batch."""
     from torchtitan.components.loss import build_cross_entropy_loss
     from torchtitan.components.optimizer import build_optimizers_with_moe_load_balancing
@@ -62,8 +75,8 @@ def torchtitan(config: Any, device: torch.device, compiled: bool, autocast: bool
         _make_fit_for_cpu()
     job = JobConfig()
     job.compile.enable = compiled
-    job.optimizer.lr, job.optimizer.weight_decay = LR, WEIGHT_DECAY
-    job.optimizer.beta1, job.optimizer.beta2 = BETAS
+    job.optimizer.lr, job.optimizer.weight_decay = LR, config.optimizer.weight_decay
+    job.optimizer.beta1, job.optimizer.beta2 = config.optimizer.adam_beta1, config.optimizer.adam_beta2
     with torch.device("meta"):
         model = Qwen3Model(_qwen3(config, device))
     counted = count(model)
@@ -79,23 +92,29 @@ def torchtitan(config: Any, device: torch.device, compiled: bool, autocast: bool
     model.train()
     dims = ParallelDims(dp_replicate=1, dp_shard=1, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=1)
     optimizers = build_optimizers_with_moe_load_balancing([model], job.optimizer, dims)
-    loss_fn = build_cross_entropy_loss(job)
-    tokens_BS, labels_BS = random_tokens(config, config.training.micro_batch_size, 0, device)
     params = list(model.parameters())
-
-    def queue() -> Callable[[], float]:
-        optimizers.zero_grad()
-        with torch.autocast(device.type, torch.bfloat16) if autocast else nullcontext():
-            loss = loss_fn(model(tokens_BS), labels_BS) / labels_BS.numel()
-        loss.backward()
-        clip_grad_norm_(params, CLIP, foreach=True)
-        optimizers.step()
-        return loss.detach().item
-
     precision = "fp32 parameters under autocast" if autocast else "FSDP2 over one rank, parameters cast to bf16"
     about = {"system_version": f"torchtitan {version('torchtitan')}", "precision": precision, "norm": "RMSNorm"}
     about |= {"optimizer": "torch AdamW, fused, on fp32 parameters"} | counted
-    return Program.queued(queue, labels_BS.numel(), about=about)
+    clip = partial(clip_grad_norm_, params, CLIP, foreach=True)
+    return TorchtitanParts(model, optimizers, build_cross_entropy_loss(job), clip, about)
+
+
+def torchtitan(config: Any, device: torch.device, compiled: bool, autocast: bool = False) -> Program:
+    """``config``: the project's, of one rank and one micro-batch."""
+    parts = torchtitan_parts(config, device, compiled, autocast)
+    tokens_BS, labels_BS = random_tokens(config, config.training.micro_batch_size, 0, device)
+
+    def queue() -> Callable[[], float]:
+        parts.optimizers.zero_grad()
+        with torch.autocast(device.type, torch.bfloat16) if autocast else nullcontext():
+            loss = parts.loss_fn(parts.model(tokens_BS), labels_BS) / labels_BS.numel()
+        loss.backward()
+        parts.clip()
+        parts.optimizers.step()
+        return loss.detach().item
+
+    return Program.queued(queue, labels_BS.numel(), about=parts.about)
 
 
 def _qwen3(config: Any, device: torch.device) -> Any:

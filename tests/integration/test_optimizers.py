@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
 
+from megatron.optimus.convert.formats import MASTER, matrices
+from megatron.optimus.convert.optimus import OptimusSource
 from megatron.optimus.training.metrics import read_metrics
 from tests.integration.conftest import Program
 from tests.integration.test_pretrain import numbers, succeed, tensors
@@ -52,3 +55,6 @@ def test_resumed_run_equals_the_unbroken_one_bit_for_bit(
     assert {kind for _, kind in reference} >= {"master"} | kinds
     for key, tensor in reference.items():
         assert torch.equal(resumed[key], tensor), key
+    with closing(OptimusSource(unbroken)) as source:  # what generate, evaluate and exports read
+        for name, start, stop in matrices(source.model):
+            assert torch.equal(source.read(name, MASTER, start, stop), reference[name, MASTER].flatten()[start:stop])

@@ -27,7 +27,7 @@ from megatron.optimus.checkpoint.tokenizer_files import (
     files_of,
     hash_files,
 )
-from megatron.optimus.config.schema import TokenizerType
+from megatron.optimus.config.schema import OptimizerName, TokenizerType
 from megatron.optimus.config.serialize import from_dict, to_dict
 from megatron.optimus.convert.formats import (
     DTYPES,
@@ -103,7 +103,10 @@ class OptimusSource(Source):
         shapes = parameter_shapes(self.model)
         for kind in (MASTER, *MOMENTS) if manifest.kind == "full" else (WEIGHT,):
             stored = {name: entry for (name, entry_kind), entry in manifest.tensors.items() if entry_kind == kind}
-            if not stored and kind in MOMENTS:
+            # An optimizer of matrices may have such moments of some parameters, or by matrix: no format carries these.
+            is_alike = {name: entry.shape for name, entry in stored.items()} == dict(shapes)
+            is_other = not is_alike and self.run.optimizer.optimizer is not OptimizerName.ADAM
+            if kind in MOMENTS and (not stored or is_other):
                 continue
             check_names(path, set(stored), set(shapes))
             for name, entry in stored.items():

@@ -17,6 +17,7 @@ them.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import multiprocessing
 import os
@@ -30,7 +31,8 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from importlib.metadata import version
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +54,7 @@ from megatron.optimus.data.tokenize.identity import TokenizerIdentity, write_ide
 from megatron.optimus.data.tokenize.partitions import Partition, PartitionPlan, fingerprint
 from megatron.optimus.data.tokenize.pretoken_cache import Ids
 from megatron.optimus.data.tokenize.shuffle import RunWriter, text_hashes
-from megatron.optimus.data.tokenize.tokenizer import Tokenizer, build_tokenizer
+from megatron.optimus.data.tokenize.tokenizer import HuggingFaceTokenizer, Tokenizer, build_tokenizer
 from megatron.optimus.platform import environment
 from megatron.optimus.platform.log import counted
 
@@ -60,6 +62,7 @@ logger = logging.getLogger("optimus")
 
 _BATCHES_PER_WORKER = 4
 _SHOWN_MALFORMED = 10
+_SAMPLE_CHARACTERS = 1 << 18  # of the corpus that fastokens is compared on: a fraction of a second of the library
 
 
 @dataclass
@@ -103,6 +106,7 @@ class _WorkerOptions:
     max_line_bytes: int
     shuffle_seed: int | None  # None: documents keep the order of the input
     parse_special_tokens: bool = False
+    uses_fastokens: bool = False  # it gave the library's ids for a sample of the corpus
 
 
 @dataclass(frozen=True)
@@ -130,9 +134,13 @@ def _start_worker(options: _WorkerOptions) -> None:
     atexit.register(os._exit, 0)
     # the library's own threads, times the number of workers, would fight for the cores; it reads this from C
     environment.set_default("TOKENIZERS_PARALLELISM", "false")
+    environment.set_default("RAYON_NUM_THREADS", "1")  # fastokens'
     _Worker.options = options
     parse = options.parse_special_tokens
-    _Worker.tokenizer = build_tokenizer(options.tokenizer_type, options.tokenizer_model, parse_special=parse)
+    tokenizer = build_tokenizer(options.tokenizer_type, options.tokenizer_model, parse_special=parse)
+    if options.uses_fastokens and isinstance(tokenizer, HuggingFaceTokenizer):
+        tokenizer.use_fastokens(None)
+    _Worker.tokenizer = tokenizer
 
 
 def _leave_with_parent() -> None:
@@ -260,7 +268,9 @@ def preprocess(
     started = time.monotonic()
     shuffle_seed = seed if shuffle or split_by is SplitBy.HASH else None
     paths, tokenizer_type = expand_inputs(inputs), _settle_type(tokenizer_type, tokenizer_model)
-    identity = _identity(tokenizer_type, tokenizer_model, parse_special_tokens)
+    # Read as the workers will, so that what is wrong with it is said here.
+    tokenizer = build_tokenizer(tokenizer_type, tokenizer_model, parse_special=parse_special_tokens)
+    identity = TokenizerIdentity.of_tokenizer(tokenizer_type, tokenizer_model, tokenizer)
     options = _WorkerOptions(
         *(tokenizer_type, tokenizer_model, tuple(json_keys), append_eod, skip_malformed),
         *(token_dtype(identity.vocab_size), max_line_bytes, shuffle_seed, parse_special_tokens),
@@ -270,13 +280,22 @@ def preprocess(
     if not mine:
         return PreprocessReport(merged=False)
     plan.begin([] if overwrite else mine)
+    if isinstance(tokenizer, HuggingFaceTokenizer) and tokenizer.use_fastokens(_sample(mine[0], options)):
+        logger.info("fastokens %s encodes: its ids are those of the tokenizers library", version("fastokens"))
+        options = replace(options, uses_fastokens=True)
     report = _process(plan, mine, options, identity, workers, started, show_progress, log_interval)
     return replace(report, seconds=time.monotonic() - started)
 
 
-def _identity(kind: TokenizerType, model: str | None, parse_special: bool) -> TokenizerIdentity:
-    """Reads the tokenizer as the workers will, so that what is wrong with it is said here."""
-    return TokenizerIdentity.of_tokenizer(kind, model, build_tokenizer(kind, model, parse_special=parse_special))
+def _sample(partition: Partition, options: _WorkerOptions) -> list[str]:
+    """Some of the first texts; none where they cannot be read, which the workers will say."""
+    texts: list[str] = []
+    with contextlib.suppress(DataError):
+        batch = next(read_batches([partition.source], options.keys, options.max_line_bytes), None)
+        documents = [] if batch is None else parse_batch(batch, options.keys, skip_malformed=True).documents
+        sizes = accumulate(len(document[0]) for document in documents)
+        texts = [document[0] for document, size in zip(documents, sizes, strict=True) if size <= _SAMPLE_CHARACTERS]
+    return texts
 
 
 def _plan(

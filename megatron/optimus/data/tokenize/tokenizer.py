@@ -20,6 +20,7 @@ import numpy as np
 from megatron.optimus.config.schema import TokenizerType
 from megatron.optimus.config.tokenizer_files import definition_file, settle_tokenizer_type
 from megatron.optimus.data.errors import DataError
+from megatron.optimus.data.tokenize import fast_bpe
 from megatron.optimus.data.tokenize.pretoken_cache import ByteLevelBPECache, Ids, SentencePieceCache
 from megatron.optimus.platform.files import write_atomically
 
@@ -104,12 +105,29 @@ class HuggingFaceTokenizer:
             self._cache = ByteLevelBPECache.from_state(state, self._encode_with_library)
             self._bytes = _bytes_of_tokens(self._tokenizer)
         self.token_bytes = self._bytes if self._cache is not None and self._cache.is_for_all_texts else None
+        self._fast: fast_bpe.Encode | None = None
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: list[str]) -> list[Ids]:
+        if self._fast is not None:
+            return self._fast(texts)
         return self._encode_with_library(texts) if self._cache is None else self._cache.encode_batch(texts)
+
+    def use_fastokens(self, sample: Sequence[str] | None) -> bool:
+        """Encodes batches by fastokens from now on, if it is installed and gives the library's ids.
+
+        Args:
+            sample: texts that both are compared on, beside fixed ones; None: another process has compared them.
+
+        Returns:
+            Whether it is used.
+        """
+        encode = fast_bpe.load(self.state, parse_special=not self._tokenizer.encode_special_tokens)
+        if encode is not None and (sample is None or fast_bpe.agrees(encode, self._encode_with_library, sample)):
+            self._fast = encode
+        return self._fast is not None
 
     def _encode_with_library(self, texts: list[str]) -> list[Ids]:
         batch = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
