@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from inspect import signature
 from typing import Any, Protocol
 
 import torch
@@ -40,8 +39,6 @@ _SCHEDULES = {
     PipelineSchedule.INTERLEAVED_ZERO_BUBBLE: ScheduleInterleavedZeroBubble,
     PipelineSchedule.ZBV: ScheduleZBVZeroBubble,
 }
-# torch 2.8 keeps the outputs of all micro-batches, and would pass the argument on to the stages.
-_WITHOUT_OUTPUTS = {"return_outputs": False} if "return_outputs" in signature(Schedule1F1B.step).parameters else {}
 
 
 class _AttachLoss(torch.autograd.Function):
@@ -124,6 +121,11 @@ def check_torch_version(schedule: PipelineSchedule, num_micro_batches: int, num_
     Raises:
         ConfigError: with the version that is needed.
     """
+    if num_stages > 1 and TorchVersion(torch.__version__) < "2.10":
+        raise ConfigError(
+            f"pipeline_model_parallel_size={num_stages} needs torch 2.10, this is {torch.__version__}: its "
+            "schedules send and receive in one process group only; use 1"
+        )
     is_short = schedule is PipelineSchedule.ONE_F_ONE_B and num_micro_batches < num_stages
     if is_short and TorchVersion(torch.__version__) < "2.11":
         raise ConfigError(
@@ -332,7 +334,7 @@ class Pipeline:
         tokens = (torch.cat([batch.tokens_BS for batch in batches]),) if 0 in self._chunks else ()
         target = torch.cat([batch.labels_BS for batch in batches]) if self.is_last else None
         losses: list[Tensor] | None = [] if self.is_last else None
-        self._schedule.step(*tokens, target=target, losses=losses, **_WITHOUT_OUTPUTS)
+        self._schedule.step(*tokens, target=target, losses=losses, return_outputs=False)
         return self._loss_sums
 
     @torch.no_grad()
