@@ -3,9 +3,12 @@
     python benchmarks/serving.py --preset mula-1b --num-layers 4 --device cpu --out results/serving_cpu.json
     python benchmarks/serving.py --preset mula-7b-a1b --device cuda --clients 1 8 32 128 --out results/serving_h100.json
     python benchmarks/serving.py --checkpoint runs/demo/hf --device cpu --servers ours
+    python benchmarks/serving.py --preset mula-tiny --hidden-size 48 --servers ours   # the host alone
 
 Both serve the same Hugging Face folder, one after the other, each as a process of its own: a checkpoint's export, or a
-model of a preset with random weights and a tokenizer of 8,192 tokens trained on the documentation. Clients on loopback
+model of a preset with random weights and a tokenizer of 8,192 tokens trained on the documentation; further options are
+the model's. ``--repeats 3`` takes turns and gives medians, for a machine that others use too; so does the processor
+time of the server, which does not depend on them. Clients on loopback
 each send one request after the other to /v1/completions, streaming and greedy. The first round warms up and is not
 counted. transformers has no field that ignores the token that ends texts, so its answers may be shorter; tokens are
 counted as the servers report them. The peer needs: pip install transformers[serving] accelerate.
@@ -55,7 +58,7 @@ def random_model(args: argparse.Namespace, folder: Path) -> Path:
     """Writes a model of the preset with random weights as a Hugging Face folder."""
     train_bpe(corpus(), VOCABULARY, folder / "tokenizer")
     words = ["--preset", args.preset, "--vocab-size", str(VOCABULARY), "--data-path", "none"]
-    words += ["--num-layers", str(args.num_layers)] if args.num_layers else []
+    words += args.model_options
     run = load(words).config
     with torch.device("meta"):
         model = Decoder(run.model)
@@ -131,13 +134,27 @@ def wait_until_ready(process: subprocess.Popen, url: str, log: Path, seconds: fl
     deadline = time.monotonic() + seconds
     while True:
         try:
-            if httpx.get(f"{url}/health", timeout=5).status_code == 200:
+            if httpx.get(f"{url}/health", timeout=60).status_code == 200:
                 return
         except httpx.HTTPError:
             pass
         if process.poll() is not None or time.monotonic() > deadline:
             raise RuntimeError(f"the server did not start: {log.read_text()[-2000:]}")
         time.sleep(0.2)
+
+
+def processor_seconds(process: subprocess.Popen) -> float:
+    """Processor time that a server has taken so far, with its threads."""
+    fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def medians(repeats: list[dict[str, Any]]) -> list[dict[str, float]]:
+    """The median of each number over the repeats that were not cut short by an error, by number of clients."""
+    whole = [one["rounds"] for one in repeats if "rounds" in one]
+    return [
+        {key: statistics.median(each[key] for each in same) for key in same[0]} for same in zip(*whole, strict=True)
+    ]
 
 
 def measure(server: str, model: Path, prompts: list[str], args: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -151,10 +168,12 @@ def measure(server: str, model: Path, prompts: list[str], args: argparse.Namespa
     try:
         wait_until_ready(process, url, log, 600)
         asyncio.run(load_test(url, server, prompts[: max(4, min(args.clients))], min(args.clients), args))
-        rounds = [
-            asyncio.run(load_test(url, server, prompts[: max(args.requests, 2 * clients)], clients, args))
-            for clients in args.clients
-        ]
+        rounds = []
+        for clients in args.clients:
+            before = processor_seconds(process)
+            found = asyncio.run(load_test(url, server, prompts[: max(args.requests, 2 * clients)], clients, args))
+            found["processor_ms_per_token"] = 1000 * (processor_seconds(process) - before) / found["tokens"]
+            rounds.append(found)
         return {"command": words[1:], "rounds": rounds}
     except (RuntimeError, httpx.HTTPError) as error:
         return {"command": words[1:], "error": f"{type(error).__name__}: {error}", "log": log.read_text()[-1500:]}
@@ -172,7 +191,7 @@ def show(server: str, found: dict[str, Any]) -> None:
         print(
             f"{server:<34} {one['clients']:>4} clients: {one['requests_per_second']:.2f} requests/s, "
             f"{one['tokens_per_second']:.1f} tokens/s, first token {one['first_token_median_s']:.3f} s (median), "
-            f"{one['first_token_p99_s']:.3f} s (p99)",
+            f"{one['first_token_p99_s']:.3f} s (p99), {one['processor_ms_per_token']:.2f} ms of processor a token",
             flush=True,
         )
     if "error" in found:
@@ -183,7 +202,6 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--checkpoint", type=Path, help="a checkpoint or export; default: random weights of --preset")
     made.add_argument("--preset", default="mula-1b")
-    made.add_argument("--num-layers", type=int, help="fewer layers than the preset")
     made.add_argument("--device", default="cpu", help="cpu, cuda or xpu")
     made.add_argument("--dtype", choices=("fp32", "bf16"), default="bf16")
     made.add_argument("--threads", type=int, default=os.cpu_count(), help="OMP_NUM_THREADS of the servers")
@@ -192,13 +210,14 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--requests", type=int, default=16, help="of each round; at least two a client")
     made.add_argument("--prompt-tokens", type=int, default=128)
     made.add_argument("--max-tokens", type=int, default=32)
+    made.add_argument("--repeats", type=int, default=1, help="times that each server is started and measured, in turns")
     made.add_argument("--timeout", type=float, default=300.0)
     made.add_argument("--out", type=Path)
     return made
 
 
 def main() -> None:
-    args = parser().parse_args()
+    args, args.model_options = parser().parse_known_args()
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         model = args.checkpoint or random_model(args, folder)
@@ -218,11 +237,16 @@ def main() -> None:
             "options": {key: value for key, value in vars(args).items() if key not in ("checkpoint", "out", "model")},
             "load_before": os.getloadavg()[0], "servers": {},
         }  # fmt: skip
-        for server in args.servers:
-            result["servers"][server] = measure(server, model, prompts, args, folder)
-            show(server, result["servers"][server])
+        for server in args.servers * args.repeats:
+            found = measure(server, model, prompts, args, folder)
+            show(server, found)
+            kept = result["servers"].setdefault(server, {"repeats": []})
+            kept["repeats"].append(found)
+            kept["rounds"] = medians(kept["repeats"])
             if args.out:  # what is measured stays, whatever happens to the next
                 args.out.write_text(json.dumps(result, indent=1) + "\n")
+        for server, kept in result["servers"].items() if args.repeats > 1 else ():
+            show(f"{server} (median)", kept)
 
 
 if __name__ == "__main__":

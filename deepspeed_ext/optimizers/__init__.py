@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 
+from deepspeed_ext.optimizers.apex import ShardFusedAdam, is_fused_adam
 from deepspeed_ext.optimizers.base import (
     MatrixOptimizer,
     Shard,
@@ -152,4 +153,6 @@ def shard_optimizer_for(optimizer: torch.optim.Optimizer, group: Mapping[str, An
         return ShardSGD(group["momentum"])
     if kind is getattr(torch.optim, "Muon", None):  # from torch 2.9 on
         return ShardMuon()
+    if is_fused_adam(optimizer):
+        return ShardFusedAdam(optimizer, group)
     return WrappedOptimizer(optimizer, group)

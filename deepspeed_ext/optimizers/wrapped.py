@@ -44,15 +44,19 @@ class WrappedOptimizer(ShardOptimizer):
         self._optimizers: dict[Tensor, torch.optim.Optimizer] = {}  # by the master weights that they update
         self._count: Tensor | int | None = None  # of steps, as it keeps it for each tensor
         try:
-            self.state_kinds = tuple(self._first_states(group))
-            if not self._is_torchs:
-                self._try_out(group)
+            self._check(group)
         except _RefusedError:
             raise
         except Exception as error:
             words = " ".join(str(error).split())
             raise ValueError(f"{name} does not run on slices of tensors: {type(error).__name__}: {words}") from error
         self._optimizers.clear()
+
+    def _check(self, group: Mapping[str, Any]) -> None:
+        """Finds the states of elements. Raises an error where slices of a tensor are not updated as the whole is."""
+        self.state_kinds = tuple(self._first_states(group))
+        if not self._is_torchs:
+            self._try_out(group)
 
     def _make(self, param: Tensor, group: Mapping[str, Any]) -> torch.optim.Optimizer:
         optimizer = self._class([param], **_own_options(self._class, group))

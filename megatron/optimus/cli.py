@@ -27,6 +27,7 @@ COMMANDS = {
     "generate": ("megatron.optimus.commands.generate", "generate text from a checkpoint, or score given text"),
     "serve": ("megatron.optimus.commands.serve", "serve a checkpoint over an OpenAI-compatible API"),
     "evaluate": ("megatron.optimus.commands.evaluate", "evaluate a checkpoint on tasks of lm-eval's harness"),
+    "make-tasks": ("megatron.optimus.commands.make_tasks", "make tasks for evaluate from held-out texts"),
     "report": ("megatron.optimus.commands.report", "make a page of runs: curves, time, experts, configuration"),
     "watch": ("megatron.optimus.commands.watch", "watch a run in the terminal, by the files in its folder"),
     "verify": ("megatron.optimus.commands.verify", "verify, list or compare checkpoints"),
@@ -47,6 +48,8 @@ COMMANDS = {
     "preflight": ("megatron.optimus.commands.preflight", "check devices, links, folder and versions before a run"),
     "tune-kernels": ("megatron.optimus.commands.tune_kernels", "autotune the Triton expert kernels on this GPU"),
 }
+# A peer that closes its connection would end these by SIGPIPE.
+_WITH_SOCKETS = ("pretrain", "launch", "serve", "convert", "evaluate")
 
 
 def run(argv: Sequence[str] | None = None) -> NoReturn:
@@ -86,7 +89,7 @@ def _run(words: list[str]) -> int:
         sys.stderr.write(f"error: optimus has no command {words[0]!r}; {hint}\n")
         return 2
     module = importlib.import_module(COMMANDS[words[0]][0])
-    if words[0] not in ("pretrain", "launch"):
+    if words[0] not in _WITH_SOCKETS:
         signals.end_on_sigpipe()
     signals.raise_on_sigint()
     try:

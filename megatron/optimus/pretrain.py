@@ -27,6 +27,7 @@ if __name__ == "__main__":
 
 from megatron.optimus.checkpoint.errors import CheckpointError, SaveError
 from megatron.optimus.config.checks import check, check_trainable
+from megatron.optimus.config.choices import KernelLibrary
 from megatron.optimus.config.load import load
 from megatron.optimus.config.schema import ConfigError, Device, RunConfig, TokenizerType
 from megatron.optimus.config.serialize import to_dict
@@ -210,7 +211,9 @@ def _set_up_device(config: RunConfig, launch: RankEnvironment, device: torch.dev
     devices.set_device(device)
     older_stacks.load_ipex()
     devices.check_dtype(device, DTYPES[config.training.params_dtype])
-    logger.info("%s", devices.start_line(device, config.parallel.distributed_backend))
+    libraries = {"fused norms": config.training.norm_backend, "FusedAdam": config.optimizer.optimizer_backend}
+    apex = [name for name, library in libraries.items() if library is KernelLibrary.APEX]
+    logger.info("%s", devices.start_line(device, config.parallel.distributed_backend, apex))
     devices.set_cpu_threads(launch)
     devices.set_deterministic(config.training.deterministic)
     seeding.seed_all(config.training.seed)

@@ -287,6 +287,18 @@ def test_pipeline_equals_one_process(
     assert wrong == {}
 
 
+@pytest.mark.parametrize(
+    ("version", "stages", "refused"), [("2.8.0", 2, True), ("2.8.0", 1, False), ("2.10.0", 2, False)]
+)
+def test_stages_are_refused_where_torch_has_one_group_for_them(
+    monkeypatch: pytest.MonkeyPatch, version: str, stages: int, refused: bool
+) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    reason = refusal(PipelineSchedule.ONE_F_ONE_B, num_stages=stages)
+    assert (reason is not None) is refused
+    assert reason is None or reason.startswith("pipeline_model_parallel_size=2 needs torch 2.10, this is 2.8.0")
+
+
 @pytest.mark.parametrize(("version", "refused"), [("2.11.0+cu130", True), ("2.13.0", False), ("2.14.0.dev1", False)])
 def test_zero_bubble_is_refused_where_torch_cannot_run_it(
     monkeypatch: pytest.MonkeyPatch, version: str, refused: bool

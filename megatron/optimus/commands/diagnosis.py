@@ -94,7 +94,7 @@ def software() -> Iterator[Finding]:
         remedy = "pip uninstall intel_extension_for_pytorch"
         yield Finding(where, "IPEX", f"{ipex}: {error}", State.WARNING, "it is not used", remedy)
     yield _optional("oneCCL", older_stacks.version(older_stacks.CCL), "its bindings; torch has xccl and gloo")
-    yield _optional("apex", older_stacks.version(older_stacks.APEX), "Optimus has kernels of its own")
+    yield _optional("apex", older_stacks.version(older_stacks.APEX), "for norm_backend=apex and optimizer_backend=apex")
 
 
 def _optional(name: str, found: str | None, purpose: str) -> Finding:

@@ -88,6 +88,13 @@ class Float8(str, Enum):
     HYBRID = "hybrid"  # products of projections, MLPs and experts: e4m3 forward, e5m2 gradients
 
 
+class KernelLibrary(str, Enum):
+    """Whose kernels compute norms or the optimizer's step."""
+
+    OPTIMUS = "optimus"  # ours and torch's
+    APEX = "apex"
+
+
 OPTIMIZER_LIBRARY = "pytorch_optimizer:"  # the package, before the name of one of its classes
 
 

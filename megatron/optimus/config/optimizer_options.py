@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from megatron.optimus.config.choices import OPTIMIZER_LIBRARY, LRDecayStyle, OptimizerName, StateDtype
+from megatron.optimus.config.choices import OPTIMIZER_LIBRARY, KernelLibrary, LRDecayStyle, OptimizerName, StateDtype
 from megatron.optimus.config.values import require
 
 if TYPE_CHECKING:
@@ -51,6 +51,8 @@ def check_optimizer_options(config: OptimizerConfig) -> None:
     _check_library(config)
     if chosen.is_schedule_free:
         _check_schedule_free(config)
+    if config.optimizer_backend is KernelLibrary.APEX:
+        _check_apex(config)
     if chosen is OptimizerName.SOPHIA:
         require(
             config.sophia_interval is not None,
@@ -79,6 +81,18 @@ def check_ema(config: OptimizerConfig) -> None:
         f"ema_decay={decay}",
     )
     require(config.zero_stage < 3, f"ema_decay={decay} needs zero_stage=1 or 2, this run has zero_stage=3")
+
+
+def _check_apex(config: OptimizerConfig) -> None:
+    """FusedAdam is AdamW with states in fp32, and runs on shards of our own sharded optimizer."""
+    dtype, needs = config.optimizer_state_dtype, "its FusedAdam needs"
+    limits = [
+        (config.optimizer is OptimizerName.ADAM, f"optimizer={config.optimizer.value}: {needs} adam"),
+        (dtype is StateDtype.FP32, f"optimizer_state_dtype={dtype.value}: {needs} fp32"),
+        (config.zero_stage < 3, f"zero_stage={config.zero_stage}: {needs} 2 or less"),
+    ]
+    for fits, words in limits:
+        require(fits, f"optimizer_backend=apex with {words}, or use optimizer_backend=optimus")
 
 
 def _check_schedule_free(config: OptimizerConfig) -> None:

@@ -18,6 +18,7 @@ from megatron.optimus.config.choices import (
     Device,
     ExpertPlacement,
     Float8,
+    KernelLibrary,
     LoadBalancing,
     LRBatchRule,
     LRDecayStyle,
@@ -306,6 +307,7 @@ class OptimizerConfig:
         "adam is AdamW; muon, normuon, soap, shampoo, galore and dion use AdamW for parameters that are not hidden "
         "matrices",
     )
+    optimizer_backend: KernelLibrary = option(KernelLibrary.OPTIMUS, "kernels of AdamW's step; apex: its FusedAdam")
     optimizer_state_dtype: StateDtype = option(StateDtype.FP32, "dtype of moments; master weights are fp32")
     zero_stage: int = option(
         1,
@@ -460,6 +462,9 @@ class TrainingConfig:
     params_dtype: Precision = option(Precision.BF16, "dtype of weights and activations; master weights are fp32")
     fp8: Float8 = option(
         Float8.NONE, "hybrid: products of attention's projections, MLPs and experts in float8, one scale a matrix"
+    )
+    norm_backend: KernelLibrary = option(
+        KernelLibrary.OPTIMUS, "kernels of the decoder's norms, those of queries and keys apart; apex: its fused norms"
     )
     seed: int = option(1234, "seed of initial weights and data order")
     eval_interval: int = option(100, "steps between evaluations on validation data; 0: never")
@@ -675,6 +680,8 @@ class LoggingConfig:
     mlflow_uri: str | None = option(None, "MLflow server or folder; default: no logging there")
     mlflow_experiment: str = option("optimus", "MLflow experiment; made where there is none")
     mlflow_run_name: str | None = option(None, "name of the MLflow run; default: the name of run_dir")
+    comet_project: str | None = option(None, "Comet project; default: no logging there")
+    comet_exp_name: str | None = option(None, "name of the Comet experiment; default: the name of run_dir")
     alert_command: str | None = option(
         None, "shell command for each alert, which it gets as JSON on its standard input; default: none"
     )
@@ -694,6 +701,10 @@ class LoggingConfig:
         require(
             self.wandb_exp_name is None or self.wandb_project is not None,
             f"wandb_exp_name={self.wandb_exp_name!r} names a run of no project; give wandb_project too",
+        )
+        require(
+            self.comet_exp_name is None or self.comet_project is not None,
+            f"comet_exp_name={self.comet_exp_name!r} names an experiment of no project; give comet_project too",
         )
         require(self.run_dir != "", "run_dir is empty; name a folder, for example runs/first")
 

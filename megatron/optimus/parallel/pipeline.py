@@ -121,6 +121,11 @@ def check_torch_version(schedule: PipelineSchedule, num_micro_batches: int, num_
     Raises:
         ConfigError: with the version that is needed.
     """
+    if num_stages > 1 and TorchVersion(torch.__version__) < "2.10":
+        raise ConfigError(
+            f"pipeline_model_parallel_size={num_stages} needs torch 2.10, this is {torch.__version__}: its "
+            "schedules send and receive in one process group only; use 1"
+        )
     is_short = schedule is PipelineSchedule.ONE_F_ONE_B and num_micro_batches < num_stages
     if is_short and TorchVersion(torch.__version__) < "2.11":
         raise ConfigError(

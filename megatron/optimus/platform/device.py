@@ -383,12 +383,19 @@ def set_cpu_threads(launch: RankEnvironment) -> int:
     return threads
 
 
-def start_line(device: torch.device, backend: Backend) -> str:
-    """Returns the line of the start: torch, what it is built for, the collectives, and what older stacks are used."""
+def start_line(device: torch.device, backend: Backend, apex: Sequence[str] = ()) -> str:
+    """Returns the line of the start: torch, what it is built for, the collectives, and what older stacks are used.
+
+    Args:
+        device: of this rank.
+        backend: the option ``distributed_backend``.
+        apex: what the run takes from apex.
+    """
     chosen = backend_for(device, backend)
     collectives = "RCCL (nccl)" if chosen == "nccl" and is_rocm() else chosen
     found = [older_stacks.load_ipex()]
     found += [f"{older_stacks.CCL} (collectives)"] if chosen == "ccl" else []
+    found += [f"apex {older_stacks.version(older_stacks.APEX)} ({', '.join(apex)})"] if apex else []
     older = "; ".join(text for text in found if text)
     text = f"torch {torch.__version__} built for {build()}, device {device.type}, collectives by {collectives}"
     return f"{text}; {older}" if older else text

@@ -49,6 +49,7 @@ EXTRAS = {
     "zstd": Extra("corpora in .zst files", {"zstandard": "zstandard"}),
     "wandb": Extra("--wandb-project", {"wandb": "wandb"}),
     "mlflow": Extra("--mlflow-uri", {"mlflow": "mlflow-skinny"}),
+    "comet": Extra("--comet-project", {"comet_ml": "comet_ml"}),
 }
 _SOURCE_TREE = Path(__file__).resolve().parents[3]
 

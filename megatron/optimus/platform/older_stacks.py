@@ -1,7 +1,8 @@
 """The older stacks that sites still load as modules: Intel's extension of torch, oneCCL's bindings and apex.
 
 None of them is required. Intel's extension (IPEX) is imported at the start where it fits this torch, as its kernels
-register themselves; oneCCL's bindings are imported for the backend ``ccl``; apex is named by ``optimus doctor`` only.
+register themselves; oneCCL's bindings are imported for the backend ``ccl``; apex's norms and AdamW are taken where
+``norm_backend`` and ``optimizer_backend`` ask for them.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -72,6 +74,17 @@ def ccl_error() -> str | None:
     except (Exception, SystemExit) as failure:
         return f"{CCL} cannot be imported ({_first_line(failure)})"
     return None if "ccl" in dist.Backend.backend_list else f"{CCL} {version(CCL)} does not register a backend ccl"
+
+
+def apex_class(module: str, name: str) -> Any:
+    """Returns a class of apex, such as "optimizers", "FusedAdam". Raises ImportError where it is absent."""
+    found = version(APEX)
+    if found is None:
+        raise ImportError("apex is not installed; build it from its source with its CUDA extension, or load its module")
+    try:
+        return getattr(importlib.import_module(f"{APEX}.{module}"), name)
+    except (Exception, SystemExit) as failure:
+        raise ImportError(f"apex {found} has no {module}.{name} ({_first_line(failure)})") from failure
 
 
 def _first_line(error: BaseException) -> str:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import deepspeed_ext
 from megatron.optimus.config.checks import gradient_accumulation_steps
-from megatron.optimus.config.choices import OPTIMIZER_LIBRARY
+from megatron.optimus.config.choices import OPTIMIZER_LIBRARY, KernelLibrary
 from megatron.optimus.config.options import did_you_mean
 from megatron.optimus.config.parametrization import UNSCALED, UpdateScaling, update_scaling
 from megatron.optimus.config.schema import ConfigError, Float8, OptimizerConfig, OptimizerName, Precision, RunConfig
@@ -36,6 +36,7 @@ from megatron.optimus.parallel.apply import parallelize
 from megatron.optimus.parallel.converters import load_converters
 from megatron.optimus.parallel.tensor import register_gradient_sums
 from megatron.optimus.platform import device as devices
+from megatron.optimus.platform import older_stacks
 from megatron.optimus.platform.memory import needs_memory
 from megatron.optimus.platform.mesh import Mesh
 from megatron.optimus.training.kernel_tuning import select_tiles
@@ -186,13 +187,16 @@ def build_model(run: RunContext) -> Decoder:
 
 def _converters(run: RunContext) -> list[str]:
     """Names of the model converters of a run. Raises ConfigError where the device has no float8 products."""
-    if run.config.training.fp8 is Float8.NONE:
-        return run.config.parallel.model_converters
+    training, converters = run.config.training, list(run.config.parallel.model_converters)
+    if training.norm_backend is KernelLibrary.APEX:
+        converters.insert(0, "apex_norms")
+    if training.fp8 is Float8.NONE:
+        return converters
     try:
         fp8.check_device(run.device, run.dtype)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    return ["fp8", *run.config.parallel.model_converters]
+    return ["fp8", *converters]
 
 
 @needs_memory("building the optimizer's state")
@@ -211,8 +215,10 @@ def build_engine(run: RunContext, model: Decoder) -> Engine:
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Builds the torch optimizer. Raises ConfigError where one of pytorch_optimizer cannot run on shards."""
+    """Builds the torch optimizer. Raises ConfigError where one of another library is absent or cannot run on shards."""
     groups = param_groups(model, config)
+    if config.optimizer_backend is KernelLibrary.APEX:
+        return _fused_adam(groups)
     build = optimizer_of(config.optimizer).build
     if not config.optimizer.is_of_library:
         return build(groups)
@@ -223,6 +229,13 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
     except (TypeError, ValueError) as error:
         raise ConfigError(f"optimizer={config.optimizer.value}: {error}") from error
     return optimizer
+
+
+def _fused_adam(groups: list[ParamGroup]) -> torch.optim.Optimizer:
+    try:
+        return older_stacks.apex_class("optimizers", "FusedAdam")(groups)
+    except (ImportError, RuntimeError, TypeError) as error:  # TypeError: its tensor type of CUDA where there is none
+        raise ConfigError(f"optimizer_backend=apex: {error}; leave it out for the AdamW of Optimus") from error
 
 
 def param_groups(model: nn.Module, config: OptimizerConfig) -> list[ParamGroup]:

@@ -42,6 +42,12 @@ def ask(port: int, **body: object) -> tuple[int, dict]:
         return error.code, json.load(error)
 
 
+def _leave_before_the_answer(port: int) -> None:
+    """Sends a request and closes the connection, so that the second part of the answer has no reader."""
+    with socket.create_connection(("127.0.0.1", port)) as client:
+        client.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+
+
 @needs_packages
 def test_a_process_serves_and_ends_after_its_requests(model: Path) -> None:
     command = [sys.executable, "-u", "-m", "megatron.optimus", "serve", str(model), "--port", "0", "--device", "cpu"]
@@ -53,6 +59,8 @@ def test_a_process_serves_and_ends_after_its_requests(model: Path) -> None:
             one.stderr.read()
         )
         port = int(line.split("http://127.0.0.1:")[1].split()[0])
+        for _ in range(20):
+            _leave_before_the_answer(port)
         answers: list[tuple[int, dict]] = []
         body = {"prompt": "abc", "max_tokens": 60, "ignore_eos": True, "n": 8, "seed": 1}
         thread = threading.Thread(target=lambda: answers.append(ask(port, **body)))

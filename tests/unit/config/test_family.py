@@ -19,7 +19,7 @@ SHARED = dict(moe_shared_expert_intermediate_size=14, moe_shared_expert_gate=Tru
 )
 def test_an_unknown_name_is_found_when_the_options_are_read(flag: str, option: str) -> None:
     folder = "models/families" if option == "model_family" else "parallel/converters"
-    known = "decoder" if option == "model_family" else "fp8"
+    known = "decoder" if option == "model_family" else "apex_norms, fp8"
     with pytest.raises(ConfigError, match=rf"^{option}='fp7' is none of those there are \({known}\); .*{folder}$"):
         load([flag, "fp7"])
 

@@ -8,12 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.optimus.config.choices import PipelineSchedule
 from megatron.optimus.config.load import load
 from megatron.optimus.config.rank_plan import RankPlan, rank_plans
 from megatron.optimus.context import RunContext
 from megatron.optimus.models.parameters import EMBEDDING
 from megatron.optimus.planner.buffer_pool import BackwardReplay, buffer_pool, chunks_in_order, gradients_of, replay
 from megatron.optimus.planner.memory import memory_of
+from tests.distributed.layouts import refusal
 from tests.helpers import run_distributed
 from tests.unit.planner.cases import MIXED, MOE, SHARED, batch_of, run
 
@@ -35,6 +37,9 @@ CASES = [
     STAGES + MIXED + TIED + "--ddp-bucket-size 5000",
     CHUNKS + MOE + "--ddp-bucket-size 9000",
 ]
+
+if refusal(PipelineSchedule.ONE_F_ONE_B, num_stages=2):
+    CASES = [words for words in CASES if not words.startswith(STAGES)]
 
 
 def real_events(rank: int, world: int, cases: list[str]) -> list[list[Event]]:

@@ -10,6 +10,7 @@ import pytest
 
 from megatron.optimus.commands.convert import main
 from megatron.optimus.config.schema import ConfigError
+from megatron.optimus.data.indexed import IndexedDatasetWriter
 from megatron.optimus.platform import hub
 from tests.unit.platform.fake_hub import FakeHub
 
@@ -18,13 +19,31 @@ pytest.importorskip("transformers")
 from tests.unit.convert.convert_cases import assert_same, our_config, our_run, tensors
 
 _ROOT = Path(__file__).parents[3]
-# Each is a command line of convert, run one after the other in one process: imports take seconds.
+# Each is a command line of convert or pretrain, run one after the other in one process: imports take seconds.
 _PROGRAM = """
 import shlex, sys
-from megatron.optimus.commands.convert import main
+from megatron.optimus.commands import convert
 for line in sys.stdin:
-    print("code", main(shlex.split(line)), flush=True)
+    words = shlex.split(line)
+    if words[0] == "pretrain":
+        from megatron.optimus import pretrain
+        print("code", pretrain.main(words[1:]), flush=True)
+    else:
+        print("code", convert.main(words), flush=True)
 """
+
+
+_TRAINING = (
+    "--seq-length 16 --params-dtype fp32 --micro-batch-size 2 --global-batch-size 2 --eval-interval 0 --split 1,0,0 "
+    "--save-interval 0 --train-iters 1 --device cpu"
+)
+
+
+def _tokens(folder):
+    """A file for one step of training; returns its prefix."""
+    with IndexedDatasetWriter(str(folder / "tokens"), "uint16") as writer:
+        writer.add_document(list(range(1, 49)))
+    return folder / "tokens"
 
 
 def commands(server, cache, lines, **variables):
@@ -58,9 +77,11 @@ def test_a_model_goes_to_the_hub_and_comes_back(tmp_path):
             f"hf://me/model {tmp_path / 'back'} --to optimus --verify",
             f"hf://me/model@{'a' * 40} {tmp_path / 'back2'} --to optimus",
             f"hf://me/none {tmp_path / 'y'} --to optimus",
+            f"pretrain --from-hf hf://me/model --run-dir {tmp_path / 'on'} {_TRAINING} --data-path {_tokens(tmp_path)}",
         ]
         codes, out, err = commands(server.url, cache, lines, HF_TOKEN="hf_secret")
-        assert codes == [0, 0, 2, 0, 0, 2], err
+        assert codes == [0, 0, 2, 0, 0, 2, 0], err
+        assert "resumed from hf:/me/model: step 0, 0 samples consumed (weights only" in out and "step=1 loss=" in out
         model = server.models["me/model"]
         assert model["private"] and set(model["files"]) == {file.name for file in (tmp_path / "hf").iterdir()}
         for name, content in model["files"].items():

@@ -39,6 +39,7 @@ WORDS = {
     "generate": "runs/none --prompt a",
     "serve": "runs/none",
     "evaluate": "runs/none --tasks a",
+    "make-tasks": "README.md --out {folder}/tasks",
     "report": "runs/none",
     "watch": "runs/none",
     "verify": "runs/none",

@@ -1,7 +1,7 @@
 """What inference servers compute otherwise than transformers, without an error, by architecture.
 
-Read from the models' files of vLLM (olmoe.py at 048a32c) and SGLang (olmoe.py at 067e8f4, olmo.py at 00b08c4); other
-versions may differ. Architectures that are not listed were not found to differ.
+Read from the models' files of vLLM 0.33.0 and SGLang 0.5.23; other versions may differ. What is not listed was not
+found to differ. What a server refuses with an error is not listed either.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron.optimus.config.schema import ModelConfig, RotaryScaling
 class Deviation:
     """Something that servers do not honour in a model of an architecture."""
 
-    model_type: str
+    model_types: tuple[str, ...]
     servers: str
     concerns: Callable[[ModelConfig], bool]  # whether a model has it
     what: Callable[[ModelConfig], str]
@@ -25,49 +25,67 @@ class Deviation:
 _BOTH = "vLLM and SGLang"
 DEVIATIONS = (
     Deviation(
-        "olmoe",
+        ("olmoe",),
         _BOTH,
         lambda c: c.norm_epsilon != 1e-5,
         lambda c: f"norm_epsilon={c.norm_epsilon}: every norm has 1e-05 there",
     ),
     Deviation(
-        "olmoe",
+        ("olmoe",),
         _BOTH,
         lambda c: c.moe_router_norm_topk_prob,
         lambda c: "moe_router_norm_topk_prob=True: weights of experts are not normalised there",
     ),
     Deviation(
-        "olmoe",
+        ("olmoe",),
         _BOTH,
         lambda c: c.clip_qkv is not None,
         lambda c: f"clip_qkv={c.clip_qkv}: queries, keys and values are not clipped there",
     ),
     Deviation(
-        "olmoe",
+        ("olmoe",),
         _BOTH,
         lambda c: not c.untie_embeddings_and_output_weights,
         lambda c: "tied embeddings: the output projection is a tensor of its own there and keeps its initial values",
     ),
     Deviation(
-        "olmoe",
+        ("olmoe",),
         "SGLang",
         lambda c: c.num_kv_heads != c.num_attention_heads,
         lambda c: f"num_query_groups={c.num_kv_heads}: the norm of keys has the width of all heads there",
     ),
     Deviation(
-        "olmo",
+        ("olmo", "mixtral", "granitemoeshared"),
         "SGLang",
         lambda c: c.rotary_scaling is not RotaryScaling.NONE,
         lambda c: f"rotary_scaling={c.rotary_scaling.value}: RoPE is not scaled there",
     ),
     Deviation(
-        "olmo",
+        ("mixtral", "granitemoeshared"),
+        "SGLang",
+        lambda c: c.rotary_base % 1 != 0,
+        lambda c: f"rotary_base={c.rotary_base}: it is {int(c.rotary_base)} there",
+    ),
+    Deviation(
+        ("mixtral", "qwen2_moe", "qwen3_moe"),
+        "SGLang",
+        lambda c: not c.untie_embeddings_and_output_weights,
+        lambda c: "tied embeddings: the output projection is a tensor of its own there and keeps its initial values",
+    ),
+    Deviation(
+        ("qwen2_moe", "qwen3_moe"),
+        "SGLang",
+        lambda c: c.has_dense_layers,
+        lambda c: "moe_layer_freq: every layer has experts there, and those of dense layers keep their initial values",
+    ),
+    Deviation(
+        ("olmo",),
         "SGLang",
         lambda c: c.num_kv_heads != c.num_attention_heads,
         lambda c: f"num_query_groups={c.num_kv_heads}: there are as many heads of keys as of queries there",
     ),
     Deviation(
-        "optimus",
+        ("optimus",),
         _BOTH,
         lambda c: True,
         lambda c: "this architecture, they refuse it; transformers serves it",
@@ -88,5 +106,5 @@ def not_honoured(config: ModelConfig, model_type: str) -> list[str]:
     return [
         f"{one.servers} {'do' if one.servers == _BOTH else 'does'} not honour {one.what(config)}"
         for one in DEVIATIONS
-        if one.model_type == model_type and one.concerns(config)
+        if model_type in one.model_types and one.concerns(config)
     ]

@@ -1,8 +1,8 @@
 """Exports have the fields of config.json and the names of weights that vLLM and SGLang read, for every architecture.
 
-Read in their model files: olmoe of both; of vLLM also granitemoeshared and granitemoe, and in part mixtral and
-qwen2_moe, some of them in older versions. The other rows are what the architectures of transformers have, which both
-say they load; their files were not read. Neither server runs here.
+Read in the model files of vLLM 0.33.0 and SGLang 0.5.23: every field that they take without a default, but for those
+that transformers' class of the configuration fills in (pad_token_id), and every name that their loaders know. vLLM has
+no file for olmo, and runs transformers' own model. Neither server runs here.
 """
 
 from __future__ import annotations
@@ -38,11 +38,10 @@ class Expected:
     """What the model files read of one architecture."""
 
     model: ModelConfig
-    class_name: str  # in the registries of both, unless ``sglang`` is False
+    class_name: str  # in the registries of both
     weights: list[str]  # of a layer
     fields: list[str] = field(default_factory=list)  # of config.json beside FIELDS
     has_norm: bool = True
-    sglang: bool = True
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # where one tensor has what others have in several
 
 
@@ -54,7 +53,7 @@ HEAD = dict(qk_layernorm=True, qk_layernorm_scope=QKNormScope.HEAD)
 TABLE = {
     "olmo": Expected(
         model(SHAPE, normalization=Normalization.LAYERNORM_NONPARAMETRIC, norm_epsilon=1e-5),
-        "OlmoForCausalLM", ATTENTION + MLP, ["intermediate_size", "clip_qkv"], has_norm=False,
+        "OlmoForCausalLM", ATTENTION + MLP, ["intermediate_size", "clip_qkv", "attention_bias"], has_norm=False,
     ),
     "llama": Expected(
         model(SHAPE, num_query_groups=2), "LlamaForCausalLM", ATTENTION + NORMS + MLP,
@@ -91,7 +90,6 @@ TABLE = {
          "block_sparse_moe.output_linear.weight", "shared_mlp.input_linear.weight", "shared_mlp.output_linear.weight"],
         ["intermediate_size", "shared_intermediate_size", "num_local_experts", "num_experts_per_tok", "rms_norm_eps",
          "attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling", "hidden_act"],
-        sglang=False,  # SGLang has GraniteMoeForCausalLM, without shared experts
         shapes={"block_sparse_moe.input_linear.weight": (EXPERTS, 2 * 24, 32),
                 "block_sparse_moe.output_linear.weight": (EXPERTS, 32, 24)},
     ),
