@@ -54,7 +54,7 @@ class CometTracker(Tracker):
         folder.mkdir(parents=True, exist_ok=True)
         kept = self._run_dir / "comet_experiment_key"
         key = kept_id(kept) or uuid.uuid4().hex
-        options = dict.fromkeys(_LEFT_OUT, False)
+        options: dict[str, Any] = dict.fromkeys(_LEFT_OUT, False)
         self._experiment = comet_ml.start(
             project_name=self._project,
             experiment_key=key,
