@@ -23,8 +23,10 @@ from megatron.optimus.training.trackers import (
 )
 
 # What the library would collect by itself besides.
-_LEFT_OUT = ("auto_metric_logging", "auto_param_logging", "auto_output_logging", "log_code", "log_graph")
-_LEFT_OUT += ("log_git_metadata", "log_git_patch", "log_env_details")
+_LEFT_OUT = (
+    *("auto_metric_logging", "auto_param_logging", "auto_output_logging", "log_code", "log_graph"),
+    *("log_git_metadata", "log_git_patch", "log_env_details"),
+)
 
 
 def open_tracker(run: RunContext, steps: StepRange) -> CometTracker | None:
