@@ -268,9 +268,7 @@ def preprocess(
     started = time.monotonic()
     shuffle_seed = seed if shuffle or split_by is SplitBy.HASH else None
     paths, tokenizer_type = expand_inputs(inputs), _settle_type(tokenizer_type, tokenizer_model)
-    # Read as the workers will, so that what is wrong with it is said here.
-    tokenizer = build_tokenizer(tokenizer_type, tokenizer_model, parse_special=parse_special_tokens)
-    identity = TokenizerIdentity.of_tokenizer(tokenizer_type, tokenizer_model, tokenizer)
+    tokenizer, identity = _read_tokenizer(tokenizer_type, tokenizer_model, parse_special_tokens)
     options = _WorkerOptions(
         *(tokenizer_type, tokenizer_model, tuple(json_keys), append_eod, skip_malformed),
         *(token_dtype(identity.vocab_size), max_line_bytes, shuffle_seed, parse_special_tokens),
@@ -280,15 +278,21 @@ def preprocess(
     if not mine:
         return PreprocessReport(merged=False)
     plan.begin([] if overwrite else mine)
-    options = replace(options, uses_fastokens=_can_use_fastokens(tokenizer, mine[0], options))
+    options = _with_fastokens(options, tokenizer, mine[0])
     report = _process(plan, mine, options, identity, workers, started, show_progress, log_interval)
     return replace(report, seconds=time.monotonic() - started)
 
 
-def _can_use_fastokens(tokenizer: Tokenizer, partition: Partition, options: _WorkerOptions) -> bool:
-    """Whether fastokens gives the ids of the library for the first texts."""
+def _read_tokenizer(kind: TokenizerType, model: str | None, parse_special: bool) -> tuple[Tokenizer, TokenizerIdentity]:
+    """Reads the tokenizer as the workers will, so that what is wrong with it is said here."""
+    tokenizer = build_tokenizer(kind, model, parse_special=parse_special)
+    return tokenizer, TokenizerIdentity.of_tokenizer(kind, model, tokenizer)
+
+
+def _with_fastokens(options: _WorkerOptions, tokenizer: Tokenizer, partition: Partition) -> _WorkerOptions:
+    """The options with ``uses_fastokens`` where that package gives the ids of the library for the first texts."""
     if not isinstance(tokenizer, HuggingFaceTokenizer):
-        return False
+        return options
     texts: list[str] = []
     with contextlib.suppress(DataError):  # of what cannot be read, which the workers will say
         batch = next(read_batches([partition.source], options.keys, options.max_line_bytes), None)
@@ -296,9 +300,9 @@ def _can_use_fastokens(tokenizer: Tokenizer, partition: Partition, options: _Wor
         sizes = accumulate(len(document[0]) for document in documents)
         texts = [document[0] for document, size in zip(documents, sizes, strict=True) if size <= _SAMPLE_CHARACTERS]
     if not tokenizer.use_fastokens(texts):
-        return False
+        return options
     logger.info("fastokens %s encodes: its ids are those of the tokenizers library", version("fastokens"))
-    return True
+    return replace(options, uses_fastokens=True)
 
 
 def _plan(
