@@ -264,8 +264,8 @@ def preprocess(
         DataError: names what is wrong with input, tokenizer, earlier output or disk.
         ConfigError: the options are impossible.
     """
-    _check_options(workers, rank, world_size, json_keys, seed)
     started = time.monotonic()
+    _check_options(workers, rank, world_size, json_keys, seed)
     shuffle_seed = seed if shuffle or split_by is SplitBy.HASH else None
     paths, tokenizer_type = expand_inputs(inputs), _settle_type(tokenizer_type, tokenizer_model)
     tokenizer, identity = _read_tokenizer(tokenizer_type, tokenizer_model, parse_special_tokens)
@@ -280,7 +280,8 @@ def preprocess(
     plan.begin([] if overwrite else mine)
     options = _with_fastokens(options, tokenizer, mine[0])
     report = _process(plan, mine, options, identity, workers, started, show_progress, log_interval)
-    return replace(report, seconds=time.monotonic() - started)
+    report.seconds = time.monotonic() - started
+    return report
 
 
 def _read_tokenizer(kind: TokenizerType, model: str | None, parse_special: bool) -> tuple[Tokenizer, TokenizerIdentity]:
