@@ -274,14 +274,12 @@ def preprocess(
         *(token_dtype(identity.vocab_size), max_line_bytes, shuffle_seed, parse_special_tokens),
     )
     plan = _plan(paths, output_prefix, options, partitions, per_file, world_size > 1, split_by)
-    mine = plan.share(rank, world_size)
-    if not mine:
+    if not (mine := plan.share(rank, world_size)):
         return PreprocessReport(merged=False)
     plan.begin([] if overwrite else mine)
     options = _with_fastokens(options, tokenizer, mine[0])
     report = _process(plan, mine, options, identity, workers, started, show_progress, log_interval)
-    report.seconds = time.monotonic() - started
-    return report
+    return replace(report, seconds=time.monotonic() - started)
 
 
 def _read_tokenizer(kind: TokenizerType, model: str | None, parse_special: bool) -> tuple[Tokenizer, TokenizerIdentity]:
