@@ -147,8 +147,9 @@ def children(pid: int) -> list[int]:
 
 
 def ranks_of(launcher: int) -> list[int]:
-    """The launcher's fork server forks the ranks."""
-    return [rank for server in children(launcher) for rank in children(server)]
+    """The ranks: children of the launcher's fork server, or on an accelerator its own."""
+    own = children(launcher)
+    return [rank for server in own for rank in children(server)] or own
 
 
 def main() -> int:

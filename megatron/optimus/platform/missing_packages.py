@@ -43,6 +43,7 @@ EXTRAS = {
     "hub": Extra("--push, hf:// sources", {"huggingface_hub": "huggingface_hub"}),
     "plot": Extra("loss curve", {"matplotlib": "matplotlib"}),
     "sentencepiece": Extra("SentencePiece tokenizers", {"sentencepiece": "sentencepiece"}),
+    "fastokens": Extra("BPE at the speed of the disk", {"fastokens": "fastokens"}),
     "tiktoken": Extra(".tiktoken tokenizers", {"tiktoken": "tiktoken"}),
     "parquet": Extra("corpora in parquet files", {"pyarrow": "pyarrow"}),
     "object-store": Extra("--checkpoint-mirror s3://...", {"fsspec": "fsspec", "s3fs": "s3fs"}),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from typing import Any, NoReturn
@@ -29,6 +30,8 @@ class _CheckedOutput:
             _give_up(os.strerror(errno.EBADF))
         try:
             return self._stream.write(text)
+        except BrokenPipeError:
+            _end_by_sigpipe()
         except OSError as error:
             _give_up(error.strerror)
 
@@ -37,6 +40,8 @@ class _CheckedOutput:
         try:
             if self._stream is not None:
                 self._stream.flush()
+        except BrokenPipeError:
+            _end_by_sigpipe()
         except OSError as error:
             _give_up(error.strerror)
 
@@ -46,6 +51,13 @@ class _CheckedOutput:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+
+def _end_by_sigpipe() -> NoReturn:
+    """Ends as commands whose reader has enough (``| head``) do. Those with connections ignore the signal until then."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGPIPE)
+    raise SystemExit(128 + signal.SIGPIPE)  # where the signal is blocked
 
 
 def _give_up(reason: str | None) -> NoReturn:

@@ -134,6 +134,7 @@ def test_what_is_absent_has_deepspeeds_default(precision: str) -> None:
     }
     assert stock == {name: getattr(ours, name) for name in stock} and stock["max_norm"] == 1.0
     ours_alone = {"overlap_param_gather", "clip_after_steps", "reduce_each_micro_batch"}  # section "deepspeed_ext"
+    ours_alone |= {"measure_gradient_noise"}
     differ = {"bucket_numel", "overlap_comm", "grad_dtype", "comm_dtype"}
     assert {field.name for field in fields(ZeroOptions)} == stock.keys() | ours_alone | differ
     assert parsed.zero_config.reduce_bucket_size == 500_000_000 and parsed.zero_config.overlap_comm is False
@@ -226,7 +227,10 @@ def test_options_of_a_full_configuration() -> None:
             {"deepspeed_ext": {"overlap_gather": True}},
             "deepspeed_ext.overlap_gather is not an option; did you mean overlap_param_gather?",
         ),
-        ({"deepspeed_ext": {"colour": True}}, "deepspeed_ext.colour is not an option; known: clip_after_steps, over"),
+        (
+            {"deepspeed_ext": {"colour": True}},
+            "deepspeed_ext.colour is not an option; known: clip_after_steps, measure",
+        ),
         ({"deepspeed_ext": {"overlap_param_gather": "true"}}, "overlap_param_gather='true' must be true or false"),
         ({"deepspeed_ext": {"clip_after_steps": 1.5}}, "clip_after_steps=1.5 must be a whole number"),
         ({"zero_optimization": {"reduce_bucket_size": "big"}}, "reduce_bucket_size='big' must be a number"),

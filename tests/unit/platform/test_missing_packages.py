@@ -46,6 +46,11 @@ WORDS = {
     "expert-balance": "runs/none",
     "doctor": "",
     "tune-kernels": "--preset mula-tiny",
+    "average": "runs/a runs/b --out {folder}/soup",
+    "coordinate-check": "--preset mula-tiny --widths 64,128",
+    "lr-find": "--preset mula-tiny --data-path corpus",
+    "preflight": "--nproc-per-node 1 --save {folder}",
+    "sweep": "--vary lr=1e-3,1e-2 --run-dir {folder}/sweep -- --preset mula-tiny --data-path corpus",
 }
 
 

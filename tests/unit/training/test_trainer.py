@@ -33,6 +33,7 @@ from megatron.optimus.training.health import Health
 from megatron.optimus.training.integrity import Integrity
 from megatron.optimus.training.lr_schedule import RateSchedule
 from megatron.optimus.training.metrics import read_metrics
+from megatron.optimus.training.noise_scale import GradientNoiseScale
 from megatron.optimus.training.nonfinite import NonFiniteSource
 from megatron.optimus.training.rollback import Rollbacks
 from megatron.optimus.training.timing import StepClock
@@ -151,7 +152,7 @@ class Run:
         trainer.last_step, trainer.health = config.training.train_iters, Health()
         trainer.clock, trainer.sampler = StepClock(device), None
         trainer.integrity = Integrity(trainer.run, trainer.engine, None, self, 0)  # type: ignore[arg-type]
-        trainer.rollbacks = Rollbacks(config.training)
+        trainer.rollbacks, trainer.noise_scale = Rollbacks(config.training), GradientNoiseScale()
         trainer.nonfinite = NonFiniteSource(nn.Module(), trainer.run.ranks, lambda *_: "")
         monkeypatch.setattr(training, "train_step", self.train_step)
         monkeypatch.setattr(training, "loss_over", self.validate)

@@ -264,8 +264,8 @@ def preprocess(
         DataError: names what is wrong with input, tokenizer, earlier output or disk.
         ConfigError: the options are impossible.
     """
-    _check_options(workers, rank, world_size, json_keys, seed)
     started = time.monotonic()
+    _check_options(workers, rank, world_size, json_keys, seed)
     shuffle_seed = seed if shuffle or split_by is SplitBy.HASH else None
     paths, tokenizer_type = expand_inputs(inputs), _settle_type(tokenizer_type, tokenizer_model)
     tokenizer, identity = _read_tokenizer(tokenizer_type, tokenizer_model, parse_special_tokens)
@@ -274,8 +274,7 @@ def preprocess(
         *(token_dtype(identity.vocab_size), max_line_bytes, shuffle_seed, parse_special_tokens),
     )
     plan = _plan(paths, output_prefix, options, partitions, per_file, world_size > 1, split_by)
-    mine = plan.share(rank, world_size)
-    if not mine:
+    if not (mine := plan.share(rank, world_size)):
         return PreprocessReport(merged=False)
     plan.begin([] if overwrite else mine)
     options = _with_fastokens(options, tokenizer, mine[0])
