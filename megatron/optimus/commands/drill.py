@@ -79,7 +79,7 @@ class Launch:
         self._command = [sys.executable, "-m", "megatron.optimus.launch", *words]
         self._command += ["--data-path", str(data), "--run-dir", str(folder)]
         self.target = Target(
-            *(0, options.ranks, options.ranks // options.nodes, folder, data.with_suffix(".bin"), self.hooks),
+            *(0, options.ranks, options.ranks // options.nodes, folder, self.log, data.with_suffix(".bin"), self.hooks),
             *(random.Random(seed), self.is_alive),
         )
         self.start()
@@ -94,7 +94,7 @@ class Launch:
     def is_alive(self) -> bool:
         return self.process.poll() is None
 
-    def text(self, offset: int = 0) -> str:
+    def text(self, offset: int) -> str:
         return self.log.read_bytes()[offset:].decode(errors="replace")
 
     def lines(self) -> list[dict[str, Any]]:
@@ -145,14 +145,12 @@ class Drill:
         try:
             for fault in sorted(faults, key=lambda one: not one.at_start):
                 if not self._wait_for_moment(launch, fault, bool(done)):
-                    break
+                    break  # too few steps are left: it comes in another round
                 done.append(self._inject(launch, fault))
                 self._show(done[-1])
-                if done[-1].broken:
+                if done[-1].recovered_s is None:
                     break
-            else:
-                self._finish(launch, done)
-            if done and not done[-1].broken and done[-1].identical is None:  # too few steps were left for all faults
+            if done and done[-1].recovered_s is not None:
                 self._finish(launch, done)
         finally:
             launch.end()
@@ -176,12 +174,12 @@ class Drill:
     def _inject(self, launch: Launch, fault: Fault) -> Outcome:
         """Injects a fault, watches the run until it does new steps, and judges it."""
         target, before = launch.target, launch.last_step()
-        target.victims, offset, undo = [], launch.log.stat().st_size, None
+        undo = None
         outcome = Outcome(self.rounds, fault.name, before, [])
         try:
             undo = fault.strike(target)
             outcome.ranks, before = target.victims, launch.last_step()
-            self._notice(launch, fault, outcome, offset)
+            self._notice(launch, fault, outcome)
             if undo is not None:
                 saved = target.newest_save()
                 if fault.by_command:
@@ -210,11 +208,11 @@ class Drill:
             outcome.broken = f"rank {outcome.named} was named"
         return outcome
 
-    def _notice(self, launch: Launch, fault: Fault, outcome: Outcome, offset: int) -> None:
-        """Waits until the log tells of the fault; of two kills in turn the last line counts."""
+    def _notice(self, launch: Launch, fault: Fault, outcome: Outcome) -> None:
+        """Waits until the log tells of the fault."""
 
         def is_told() -> bool:
-            found, outcome.named = named(launch.text(offset), fault)
+            found, outcome.named = named(launch.text(launch.target.log_size), fault)
             return found
 
         deadline = time.monotonic() + _LIMIT_SECONDS
@@ -264,7 +262,7 @@ class Drill:
         for one in done:
             one.identical = not different
             if different and (code or FAULTS[one.fault].exact):
-                one.broken = different
+                one.broken = one.broken or different
         names = ", ".join(one.fault for one in done)
         print(f"round {self.rounds} ({names}): {different or 'bit-identical to the undisturbed run'}", flush=True)
 
@@ -313,7 +311,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _order(options: argparse.Namespace) -> list[Fault]:
     """All faults to inject, in the seed's order."""
-    count, rng, result = options.count or len(options.faults), random.Random(options.seed), []
+    count, rng = options.count or len(options.faults), random.Random(options.seed)
+    result: list[Fault] = []
     if options.count is None and options.seconds < float("inf"):
         count = 10_000  # more than fit
     while len(result) < count:
@@ -335,8 +334,9 @@ def _table(outcomes: Sequence[Outcome]) -> str:
         back = [one.recovered_s for one in found if one.recovered_s is not None]
         same = f"{sum(bool(one.identical) for one in found)}{'' if fault.exact else ' (not promised)'}"
         again = " (same command given again)" if fault.by_command else ""
+        noticed = _spread([one.noticed_s for one in found if one.noticed_s is not None])
         rows.append(
-            f"| {fault.what} | {len(found)} | {_spread([one.noticed_s for one in found if one.noticed_s is not None])} | "
+            f"| {fault.what} | {len(found)} | {noticed} | "
             f"{right} | {len(back)}: {_spread(back)}{again} | {_spread([one.steps_lost for one in found])} | {same} |"
         )
     broken = [f"{one.fault} in round {one.round}: {one.broken}" for one in outcomes if one.broken]

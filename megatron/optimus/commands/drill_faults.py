@@ -31,12 +31,14 @@ class Target:
     num_ranks: int
     ranks_per_node: int  # of a simulated node
     run_dir: Path
+    log: Path  # of the launcher and its ranks
     data: Path  # the token file
     hooks: Path  # OPTIMUS_DRILL_FOLDER
     rng: random.Random
     is_alive: Callable[[], bool]
     victims: list[int] = field(default_factory=list)  # ranks that are to be named
     begun: float = 0.0  # time.time() of the fault
+    log_size: int = 0  # bytes of the log before the fault
 
     def wait(self, condition: Callable[[], bool]) -> None:
         """Waits for a moment. Raises LaunchEnded where it does not come any more."""
@@ -78,10 +80,14 @@ class Target:
             return max((one.step for one in commit.list_committed(self.run_dir / "checkpoints")), default=-1)
         return -1
 
+    def begin(self, victims: list[int]) -> None:
+        """Call right before the fault; of two in turn the last one counts."""
+        self.victims, self.begun, self.log_size = victims, time.time(), self.log.stat().st_size
+
     def send(self, number: int, victims: list[int]) -> None:
         """Sends a signal to these ranks."""
         pids = self.ranks()
-        self.victims, self.begun = victims, time.time()
+        self.begin(victims)
         for rank in victims:
             os.kill(pids[rank], number)
 
@@ -135,7 +141,7 @@ def _kill_in_recovery(target: Target) -> None:
 
 
 def _kill_launcher(target: Target) -> None:
-    target.begun = time.time()
+    target.begin([])
     os.kill(target.launcher, signal.SIGKILL)
 
 
@@ -152,7 +158,7 @@ def _lose_node(target: Target) -> None:
 def _hook(target: Target, words: str) -> None:
     """Asks a rank for a fault (training/drill.py)."""
     rank = target.rng.randrange(target.num_ranks)
-    target.victims, target.begun = [rank], time.time()
+    target.begin([rank])
     fresh = target.hooks / f"new-{rank}"
     fresh.write_text(words, encoding="utf-8")
     os.replace(fresh, target.hooks / f"rank-{rank}")
@@ -166,7 +172,7 @@ def _vanish(target: Target) -> Callable[[], None]:
     """A file is in the place of the folder of checkpoints until the run has noticed it."""
     folder = target.run_dir / "checkpoints"
     away = folder.with_name("checkpoints.away")
-    target.begun = time.time()
+    target.begin([])
     os.replace(folder, away)
     folder.write_text("not a folder\n", encoding="utf-8")
 
@@ -179,7 +185,7 @@ def _vanish(target: Target) -> Callable[[], None]:
 
 def _forbid(target: Target) -> Callable[[], None]:
     folder = target.run_dir / "checkpoints"
-    target.begun = time.time()
+    target.begin([])
     folder.chmod(0o500)
     return partial(folder.chmod, 0o700)
 
@@ -187,7 +193,7 @@ def _forbid(target: Target) -> Callable[[], None]:
 def _cut(target: Target) -> Callable[[], None]:
     """The second half of the token file is gone until the run has ended."""
     content = target.data.read_bytes()
-    target.begun = time.time()
+    target.begin([])
     os.truncate(target.data, len(content) // 2)
 
     def undo() -> None:

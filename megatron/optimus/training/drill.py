@@ -1,7 +1,7 @@
 """Faults inside a rank, on request of ``optimus drill``: a value that is not finite, a flipped bit, a slow rank.
 
-``optimus drill`` starts the run with OPTIMUS_DRILL_FOLDER. A rank that finds the file ``rank-<its number>`` there when a
-step begins removes it and does what its words say:
+``optimus drill`` starts the run with OPTIMUS_DRILL_FOLDER. A rank that finds the file ``rank-<its number>`` there
+when a step begins removes it and does what its words say:
 
     nan                  the output of the first layer with weights is NaN until the process ends
     flip ELEMENT BIT     flips one bit of a master weight
