@@ -351,7 +351,11 @@ def _spread(values: Sequence[float]) -> str:
 def _write(drill: Drill, seconds: float) -> None:
     """Writes drill.md and drill.json."""
     options = drill.options
-    about = {"command": " ".join(["optimus drill", *options.words]), "ranks": options.ranks, "cores": os.cpu_count()}
+    about = {
+        "command": " ".join(["optimus drill", *options.words]).replace(str(options.given_out), "DIR"),
+        "ranks": options.ranks,
+        "cores": os.cpu_count(),
+    }
     about |= {"steps": options.steps, "rounds": drill.rounds, "seconds": round(seconds), "load": os.getloadavg()[0]}
     promises = {name: FAULTS[name].promise for name in sorted({one.fault for one in drill.outcomes})}
     content = {**about, "promises": promises, "faults": [asdict(one) for one in drill.outcomes]}
@@ -383,5 +387,5 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         raise ConfigError(f"{options.out} is not empty; name a new folder with --out")
     options.faults = [FAULTS[name] for name in names]
     options.seconds = float("inf") if options.seconds is None else float(options.seconds)
-    options.out = options.out.absolute()
+    options.given_out, options.out = options.out, options.out.absolute()
     return options
