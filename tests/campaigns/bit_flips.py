@@ -70,6 +70,7 @@ class Victim:
         for _ in range(3):  # moments that are not zero
             self.train()
         self.step, self.consumed = self.trainer.step, self.trainer.consumed_samples
+        self.optimizer.wait_for_params()  # other ranks' parts may be on their way
         self.kept = [tensor.clone() for tensor in self.tensors()]
         self.kept_step_count = self.optimizer.step_count
         self.batches = self.trainer.data.train.batch(self.consumed)
@@ -79,10 +80,12 @@ class Victim:
         self.clean = self.compare_gradients()[1]
 
     def tensors(self) -> list[Tensor]:
-        flat = [tensor for one in self.optimizer.flat_buffers for tensor in (one.param_buffer, one.masters)]
-        return [*flat, *(tensor for one in self.optimizer.flat_buffers for tensor in one.state_tensors())]
+        buffers = self.optimizer.flat_buffers
+        flat = [tensor for one in buffers for tensor in (one.param_buffer, one.masters, *one.state_tensors())]
+        return [*flat, *self.trainer.model.buffers()]
 
     def restore(self) -> None:
+        """Takes the state back. Raises AssertionError where weights that ranks have copies of are not the same then."""
         self.optimizer.wait_for_params()
         for tensor, kept in zip(self.tensors(), self.kept, strict=True):
             tensor.copy_(kept)
@@ -90,6 +93,8 @@ class Victim:
         self.trainer.step, self.trainer.consumed_samples = self.step, self.consumed
         assert self.integrity._states is not None
         self.integrity._states.record()
+        different = [one.ranks for one in self.integrity._states.replicas() if (one.sums != one.sums[:1]).any()]
+        assert not different, f"before any flip the weights differ on ranks {different}"
 
     def train(self, batches: Any = None) -> None:
         """One step; raises IntegrityError as the trainer does."""

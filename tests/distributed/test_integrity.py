@@ -6,9 +6,11 @@ import json
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
+from deepspeed_ext.zero.bucket import Bucket, all_gather
 from tests.campaigns import bit_flips
 from tests.helpers import run_distributed
 from tests.integration.conftest import TINY, write_corpus
@@ -17,9 +19,34 @@ OPTIONS = "--train-iters 10 --eval-interval 0 --expert-model-parallel-size 2 --m
 CHECKS = "--integrity-interval 1 --integrity-gradient-interval 2"
 
 
-def test_short_campaign() -> None:
-    """Every kind of flip on three ranks, where the bad one can always be told; and steps without any."""
-    [found] = bit_flips.run(flips=12, clean=4, seed=7, layouts=("3 ranks, fp32",)).values()
+class _LateGather:
+    """An all-gather of parameters that is done when somebody waits for it, and not before."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket = bucket
+
+    def wait(self) -> None:
+        all_gather(self._bucket.param, self._bucket.shard.param, group=self._bucket.group)
+
+
+def _start_gather(bucket: Bucket) -> None:
+    bucket._gathering = _LateGather(bucket)  # type: ignore[assignment]
+
+
+def _campaign(rank: int, world: int, folder: str, options: str) -> dict[str, Any]:
+    with patch.object(Bucket, "start_gather", _start_gather):
+        return bit_flips.run_layout(rank, world, folder, options, flips=12, clean=4, seed=7)
+
+
+def test_short_campaign(tmp_path: Path) -> None:
+    """Every kind of flip on three ranks, where the bad one can always be told; and steps without any.
+
+    New parameters arrive as late as they can, which nothing may take for a flip.
+    """
+    write_corpus(tmp_path / "tokens")
+    world, options = bit_flips.LAYOUTS["3 ranks, fp32"]
+    found, *others = run_distributed(_campaign, world, str(tmp_path), options)
+    assert others == [found] * 2
     assert found["clean_steps"] == 4 and found["false_alarms"] == 0
     assert found["table"].keys() == {*bit_flips.STORED, *bit_flips.COMPUTED}
     for kind, row in found["table"].items():
