@@ -2,9 +2,9 @@
 
     python benchmarks/equal_answers.py runs/demo --out equal_answers.json
 
-Greedy completions and log-probabilities of ``optimus generate`` beside ``transformers``, and scores of
-``optimus evaluate`` beside ``lm_eval --model hf``, on a CPU in fp32, on the tasks of examples/evaluation. Prompts are
-the beginnings of this repository's pages.
+Greedy completions and log-probabilities of ``optimus generate`` beside ``transformers``; log-likelihoods and scores of
+what ``optimus evaluate`` runs beside those of ``lm_eval --model hf``, on a CPU in fp32, on the tasks of examples/evaluation.
+Prompts are the beginnings of this repository's pages.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import argparse
 import json
 import sys
 import tempfile
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,15 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 from provenance import commit  # noqa: E402
 
-from megatron.optimus.commands import evaluate, generate  # noqa: E402
+from megatron.optimus.commands import generate  # noqa: E402
+from megatron.optimus.config.schema import ParallelConfig  # noqa: E402
 from megatron.optimus.convert import Options, convert  # noqa: E402
+from megatron.optimus.inference.load import load_text_model  # noqa: E402
+from megatron.optimus.inference.tasks import find_tasks, load_tasks, run_tasks, scores  # noqa: E402
+from megatron.optimus.platform.ranks import Ranks  # noqa: E402
 
 NEW_TOKENS = 16
-TASKS = ["optimus_arithmetic", "optimus_science", "optimus_text"]
+TASKS = ["optimus_science", "optimus_text"]  # a small model completes the arithmetic with nothing
 TASK_FILES = ROOT / "examples/evaluation"
 
 
@@ -62,16 +67,20 @@ def completions(run: Path, exported: Path, folder: Path, count: int) -> dict[str
     return {"prompts": len(texts), "same": same, "logprobs_apart": apart}
 
 
-def scores(run: Path, exported: Path, folder: Path) -> dict[str, dict[str, list[float]]]:
-    """Each task's metrics: ours and lm-eval's."""
+def log_likelihoods(samples: list[dict[str, Any]]) -> list[float]:
+    """Of all answers, in nats, in the order of the questions."""
+    ordered = sorted(samples, key=lambda sample: sample["doc_id"])
+    found = [response[0] for sample in ordered for response in sample["resps"]]
+    return [answer[0] if isinstance(answer, tuple) else answer for answer in found]
+
+
+def tasks(run: Path, exported: Path) -> dict[str, dict[str, Any]]:
+    """Each task's metrics, ours and lm-eval's, and how the single answers differ."""
     import lm_eval
     from lm_eval.tasks import TaskManager
 
-    words = [str(run), "--tasks", ",".join(TASKS), "--include-path", str(TASK_FILES), "--device", "cpu"]
-    words += ["--dtype", "fp32", "--out", str(folder / "scores.json")]
-    if evaluate.main(words):
-        raise SystemExit(1)
-    ours = json.loads((folder / "scores.json").read_text())["results"]
+    model = load_text_model(run, ParallelConfig(), Ranks.alone(), dtype=torch.float32)
+    ours = run_tasks(model, load_tasks(find_tasks(TASKS, TASK_FILES, "TASKS")), batch_size=8, samples=True)
     theirs = lm_eval.simple_evaluate(
         model="hf",
         model_args=f"pretrained={exported},dtype=float32,trust_remote_code=True",
@@ -79,15 +88,14 @@ def scores(run: Path, exported: Path, folder: Path) -> dict[str, dict[str, list[
         task_manager=TaskManager(include_path=str(TASK_FILES)),
         device="cpu",
         bootstrap_iters=0,
-    )["results"]
-    found: dict[str, dict[str, list[float]]] = {}
+    )
+    found: dict[str, dict[str, Any]] = {}
     for task in TASKS:
-        numbers = {name: value for name, value in theirs[task].items() if isinstance(value, float) and "," in name}
-        numbers = {name: value for name, value in numbers.items() if "stderr" not in name}
-        found[task] = {
-            name.split(",")[0]: [float(ours[task].get(name, ours[task].get(name.split(",")[0]))), value]
-            for name, value in numbers.items()
-        }
+        left, right = (log_likelihoods(of["samples"][task]) for of in (ours, theirs))
+        apart = max(abs(a - b) / abs(b) for a, b in zip(left, right, strict=True))
+        found[task] = {"answers": len(left), "relative_difference": apart}
+        own, other = scores(ours)[task], scores(theirs)[task]
+        found[task]["metrics"] = {name.split(",")[0]: [own[name], other[name]] for name in own if "stderr" not in name}
     return found
 
 
@@ -95,10 +103,14 @@ def table(results: dict[str, Any]) -> str:
     """Markdown."""
     done = results["completions"]
     lines = ["| | Optimus | the export |", "|---|---|---|"]
-    lines.append(f"| greedy completions, same tokens in transformers | {done['same']} of {done['prompts']} | |")
+    lines.append(
+        f"| greedy completions of {NEW_TOKENS} tokens, same tokens in transformers | {done['same']} of {done['prompts']} | |"
+    )
     lines.append(f"| log-probabilities of their tokens, furthest apart | {done['logprobs_apart']:.1e} nats | |")
-    for task, metrics in results["scores"].items():
-        lines += [f"| {task}, {name}, by lm-eval | {a:.6f} | {b:.6f} |" for name, (a, b) in metrics.items()]
+    for task, of in results["tasks"].items():
+        apart = f"{of['relative_difference']:.1e} of the value"
+        lines.append(f"| {task}, {of['answers']} log-likelihoods by lm-eval, furthest apart | {apart} | |")
+        lines += [f"| {task}, {name}, by lm-eval | {a:.6f} | {b:.6f} |" for name, (a, b) in of["metrics"].items()]
     return "\n".join(lines) + "\n"
 
 
@@ -111,9 +123,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         convert(args.run, folder / "hf", to="hf", options=Options(dtype="fp32"))
-        results: dict[str, Any] = {"commit": commit(), "torch": torch.__version__}
+        results: dict[str, Any] = {name: version(name) for name in ("torch", "transformers", "lm_eval")}
+        results["commit"] = commit()
         results["completions"] = completions(args.run, folder / "hf", folder, args.prompts)
-        results["scores"] = scores(args.run, folder / "hf", folder)
+        results["tasks"] = tasks(args.run, folder / "hf")
     if args.out is not None:
         args.out.write_text(json.dumps(results, indent=1) + "\n")
     sys.stdout.write(table(results))

@@ -162,6 +162,7 @@ def measure(server: str, model: Path, prompts: list[str], args: argparse.Namespa
     port = 8400 + SERVERS.index(server)
     url, log = f"http://127.0.0.1:{port}", folder / f"{server}.log"
     words = command(server, model, port, args)
+    shown = [word.replace(str(model), "MODEL") for word in words[1:]]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(args.threads)}
     with log.open("w") as stream:
         process = subprocess.Popen(words, stdout=stream, stderr=stream, cwd=ROOT, env=environment)
@@ -172,11 +173,12 @@ def measure(server: str, model: Path, prompts: list[str], args: argparse.Namespa
         for clients in args.clients:
             before = processor_seconds(process)
             found = asyncio.run(load_test(url, server, prompts[: max(args.requests, 2 * clients)], clients, args))
+            found["load"] = os.getloadavg()[0]
             found["processor_ms_per_token"] = 1000 * (processor_seconds(process) - before) / found["tokens"]
             rounds.append(found)
-        return {"command": words[1:], "rounds": rounds}
+        return {"command": shown, "rounds": rounds}
     except (RuntimeError, httpx.HTTPError) as error:
-        return {"command": words[1:], "error": f"{type(error).__name__}: {error}", "log": log.read_text()[-1500:]}
+        return {"command": shown, "error": f"{type(error).__name__}: {error}", "log": log.read_text()[-1500:]}
     finally:
         process.send_signal(signal.SIGTERM)
         try:
@@ -231,10 +233,11 @@ def main() -> None:
         size = args.prompt_tokens
         prompts = [tokenizer.decode(ids[(i * size) % (len(ids) - size) :][:size]) for i in range(count)]
         device = torch.cuda.get_device_name() if args.device == "cuda" else args.device
+        left_out = ("checkpoint", "out", "model", "preset")
         result = {
             "commit": commit(), "torch": torch.__version__, "device": device,
-            "model": str(args.checkpoint or args.preset),
-            "options": {key: value for key, value in vars(args).items() if key not in ("checkpoint", "out", "model")},
+            "model": args.checkpoint.name if args.checkpoint else args.preset,
+            "options": {key: value for key, value in vars(args).items() if key not in left_out},
             "load_before": os.getloadavg()[0], "servers": {},
         }  # fmt: skip
         for server in args.servers * args.repeats:
