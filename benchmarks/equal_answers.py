@@ -3,7 +3,7 @@
     python benchmarks/equal_answers.py runs/demo --out equal_answers.json
 
 Greedy completions and log-probabilities of ``optimus generate`` beside ``transformers``; log-likelihoods and scores of
-what ``optimus evaluate`` runs beside those of ``lm_eval --model hf``, on a CPU in fp32, on the tasks of examples/evaluation.
+what ``optimus evaluate`` runs beside those of ``lm_eval --model hf``, on a CPU in fp32, for examples/evaluation.
 Prompts are the beginnings of this repository's pages.
 """
 
@@ -103,9 +103,8 @@ def table(results: dict[str, Any]) -> str:
     """Markdown."""
     done = results["completions"]
     lines = ["| | Optimus | the export |", "|---|---|---|"]
-    lines.append(
-        f"| greedy completions of {NEW_TOKENS} tokens, same tokens in transformers | {done['same']} of {done['prompts']} | |"
-    )
+    title = f"greedy completions of {NEW_TOKENS} tokens, same tokens in transformers"
+    lines.append(f"| {title} | {done['same']} of {done['prompts']} | |")
     lines.append(f"| log-probabilities of their tokens, furthest apart | {done['logprobs_apart']:.1e} nats | |")
     for task, of in results["tasks"].items():
         apart = f"{of['relative_difference']:.1e} of the value"
