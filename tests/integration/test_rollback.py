@@ -15,7 +15,9 @@ from megatron.optimus.report.read import read_run
 from tests.helpers import start_program
 from tests.integration.conftest import TINY
 
-OPTIONS = "--train-iters 26 --save-interval 4 --save-retain 3 --eval-interval 0 --rollback-margin 1 --ema-decay 0.9".split()
+OPTIONS = (
+    "--train-iters 26 --save-interval 4 --save-retain 3 --eval-interval 0 --rollback-margin 1 --ema-decay 0.9".split()
+)
 MIRRORED = ("00000004", "00000008", "00000012", "00000012.r1", "00000020")
 
 
@@ -68,7 +70,7 @@ def test_bad_samples_are_passed_over(runs: Runs) -> None:
     assert text.count("back to step 20, and past steps 22 to 24") == 1, text
     shutil.rmtree(runs.folder / "back/checkpoints")
     code, text = runs("back", bad, *options, url, killed_after=0)
-    assert code == 0 and "downloading step-00000020.r1 "  in text and "back to step" not in text, text
+    assert code == 0 and "downloading step-00000020.r1 " in text and "back to step" not in text, text
     skipped = [*range(13, 20), *range(22, 25)]
     code, text = runs("told", "1:0:0", "--iterations-to-skip", *map(str, skipped))
     assert code == 0, text
