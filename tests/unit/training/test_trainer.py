@@ -28,6 +28,7 @@ from megatron.optimus.platform.metrics import Recorder
 from megatron.optimus.platform.ranks import Ranks
 from megatron.optimus.training import profiling
 from megatron.optimus.training import trainer as training
+from megatron.optimus.training.drill import DrillFaults
 from megatron.optimus.training.evaluate import SetLoss
 from megatron.optimus.training.health import Health
 from megatron.optimus.training.integrity import Integrity
@@ -153,6 +154,7 @@ class Run:
         trainer.clock, trainer.sampler = StepClock(device), None
         trainer.integrity = Integrity(trainer.run, trainer.engine, None, self, 0)  # type: ignore[arg-type]
         trainer.rollbacks, trainer.noise_scale = Rollbacks(config.training), GradientNoiseScale()
+        trainer.drill = DrillFaults(0, trainer.engine.module, trainer.engine)
         trainer.nonfinite = NonFiniteSource(nn.Module(), trainer.run.ranks, lambda *_: "")
         monkeypatch.setattr(training, "train_step", self.train_step)
         monkeypatch.setattr(training, "loss_over", self.validate)
