@@ -17,7 +17,7 @@ from megatron.optimus.training.checkpointing import Checkpoints
 
 
 def main(argv: Sequence[str]) -> int:
-    """``pretrain.main``; RANKS ("0,1", "none") are killed when STEP is done and all copies are complete."""
+    """``pretrain.main``; RANKS ("0,1", "none") are killed when STEP is done and all copies and saves are."""
     killed, last, folder, per_node, *options = argv
     rank = os.environ["RANK"]
     os.environ[environment.MEMORY_FOLDER] = str(Path(folder) / f"node-{int(rank) // int(per_node)}")
@@ -27,6 +27,9 @@ def main(argv: Sequence[str]) -> int:
         after_step(self, step, *words, **named)
         if step == int(last) and self._memory is not None:
             self._memory._join()
+            self.finish()
+            if self._mirror is not None:
+                self._mirror.close()
             self._ranks.first_failure(None)  # all ranks have come here
             if rank in killed.split(","):
                 os.kill(os.getpid(), signal.SIGKILL)

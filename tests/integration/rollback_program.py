@@ -8,13 +8,18 @@ from typing import Any
 from megatron.optimus import pretrain
 from megatron.optimus.data.loader import Batch, BatchLoader
 from megatron.optimus.training import trainer
+from tests.integration import memory_program
 
 BATCH = 8  # global, as in TINY
 _factor = [1.0]  # on the output of the last layer
 
 
 def main(argv: Sequence[str]) -> int:
-    """``pretrain.main`` after a word FACTOR:FIRST:LAST,...: the factor, the first and the last bad step."""
+    """``pretrain.main`` after a word FACTOR:FIRST:LAST,...: the factor, the first and the last bad step.
+
+    Where the next word is no option, it is one for ``memory_program.main``.
+    """
+    program = pretrain if argv[1].startswith("-") else memory_program
     bad = [word.split(":") for word in argv[0].split(",")]
     read, build = BatchLoader.batch, trainer.build_model
 
@@ -32,6 +37,6 @@ def main(argv: Sequence[str]) -> int:
 
     BatchLoader.batch, trainer.build_model = batch, build_bad  # type: ignore[method-assign]
     try:
-        return pretrain.main(argv[1:])
+        return program.main(argv[1:])
     finally:
         BatchLoader.batch, trainer.build_model = read, build  # type: ignore[method-assign]

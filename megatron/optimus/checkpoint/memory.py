@@ -266,6 +266,7 @@ class MemoryCheckpoints:
         self._join()
         for slot in self._own + self._copies:
             slot.clear()
+        self._num_copies, self._next_step = 0, -1  # training may go on from an earlier step
 
     def close(self) -> None:
         """Frees the memory; the run is over. Local."""

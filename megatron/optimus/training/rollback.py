@@ -94,10 +94,12 @@ class Rollbacks:
         """What a full checkpoint keeps; nothing without a rollback."""
         return {FIELD: [vars(one) for one in self.done]} if self.done else {}
 
-    def restore(self, kept: Mapping[str, Any]) -> None:
-        """Takes what ``to_json`` gave from a checkpoint's metadata; ignores what has another form."""
+    def restore(self, kept: Mapping[str, Any], step: int) -> None:
+        """Takes what ``to_json`` gave from the metadata of ``step``'s checkpoint; ignores what has another form."""
         found = kept.get(FIELD)
         self.done = [one for item in (found if isinstance(found, list) else []) if (one := _read(item)) is not None]
+        is_next = bool(self.done) and self.done[-1].to_step == step  # the line after the rollback is yet to come
+        self._unlogged = self.done[-1] if is_next else None
 
 
 def _read(item: Any) -> Rollback | None:

@@ -248,7 +248,7 @@ class Trainer:
         self.health.restore(self.checkpoints.extra_state)
         self.noise_scale = GradientNoiseScale()
         self.noise_scale.restore(self.checkpoints.extra_state)
-        self.rollbacks.restore(self.checkpoints.extra_state)
+        self.rollbacks.restore(self.checkpoints.extra_state, self.step)
         self.nonfinite = NonFiniteSource(self.model, run.ranks, self.data.train.describe)
         self.drill = DrillFaults(run.mesh.rank, self.model, self.engine)
         self.integrity = Integrity(run, self.engine, self.schedule, self.data.train, self.step)
@@ -337,8 +337,9 @@ class Trainer:
                 raise NumericError(f"{text}: save earlier with --save-interval, or keep more with --save-retain")
         self.step, self.consumed_samples = position
         self.integrity.forget()
-        for part in (self.health, self.noise_scale, self.rollbacks):
+        for part in (self.health, self.noise_scale):
             part.restore(self.checkpoints.extra_state)
+        self.rollbacks.restore(self.checkpoints.extra_state, self.step)
         one = self.rollbacks.add(wanted, at_step, self.step)
         text = f"{wanted.reason}: back to step {self.step}, and past steps {one.first_skipped} to {one.last_skipped}"
         if self.run.mesh.rank == 0:
