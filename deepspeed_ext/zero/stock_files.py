@@ -78,7 +78,7 @@ class FlatPartition(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs ``narrow``, ``clone`` and ``cat``; raises ValueError for every other function."""
         first = args[0] if args else None
-        parts = list(first) if isinstance(first, (list, tuple)) else [first]
+        parts: list[Any] = list(first) if isinstance(first, (list, tuple)) else [first]
         for refusal in (one.refusal for one in parts if isinstance(one, FlatPartition) and one.refusal):
             raise ValueError(refusal)
         if func is torch.cat and all(isinstance(one, FlatPartition) for one in parts):
