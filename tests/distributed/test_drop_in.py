@@ -149,6 +149,7 @@ def _poked(rank: int, initialize: Any) -> dict[str, Any]:
         return [safe_get_full_grad(param).detach().float().clone() for param in params]
 
     found: dict[str, Any] = {"is ZeRO": isinstance(optimizer, ZeROOptimizer)}
+    found["scales"] = [optimizer.loss_scaler.cur_scale, optimizer.loss_scaler.loss_scale, optimizer.loss_scale]
     with engine.no_sync():
         for step in range(2):
             engine.backward(engine(_batch(rank, step)))
@@ -189,6 +190,7 @@ def test_gradients_in_no_sync_and_inner_state_are_those_of_stock() -> None:
         assert ours.keys() == stock.keys()
         assert ours["is ZeRO"] and stock["is ZeRO"]
         assert ours["steps"] == stock["steps"] == {2.0}
+        assert ours["scales"] == stock["scales"] == [1.0, 1.0, 1.0]
         for what in ("inside 0", "inside 1", "reduced"):
             for gradient, expected in zip(ours[what], stock[what], strict=True):
                 torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-7, msg=what)
