@@ -1,4 +1,4 @@
-"""Twenty kills or more of a random rank of four; the campaign that does a thousand is tests/campaigns/kill_resume.py."""
+"""Twenty kills or more of a random rank of four; the campaign of a thousand is tests/campaigns/kill_resume.py."""
 
 from __future__ import annotations
 

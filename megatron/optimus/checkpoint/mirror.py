@@ -5,7 +5,8 @@
                                                   whole, and is neither listed nor fetched
 
 Rank 0 uploads in the background what has been committed. The files are opened at once, so that they stay readable when
-the folder's older checkpoints are deleted meanwhile. Nothing is deleted at the URL: that is for the store's own rules.
+the folder's older checkpoints are deleted meanwhile. At the URL only the manifests of steps that went wrong are deleted
+(a rollback, a flipped bit); anything else is for the store's own rules.
 """
 
 from __future__ import annotations
@@ -126,13 +127,7 @@ class Mirror:
 
         Raises CheckpointError where the URL cannot be listed.
         """
-        self._fs.invalidate_cache()
-        try:
-            entries = self._fs.ls(self._root, detail=False) if self._fs.exists(self._root) else []
-        except Exception as error:
-            raise CheckpointError(f"{self._url} cannot be listed: {_reason(error)}") from error
-        found = (commit.parse_name(str(entry).rstrip("/").rpartition("/")[2]) for entry in entries)
-        for item in sorted((one for one in found if one is not None and one.kind == "full"), reverse=True):
+        for item in reversed(self._listed()):
             try:
                 self._manifest(item.name)
             except Exception as error:  # of the service too
@@ -140,6 +135,32 @@ class Mirror:
             else:
                 return item.name
         return None
+
+    def withdraw_after(self, step: int) -> None:
+        """Deletes the manifests of checkpoints of steps after ``step``: nothing must resume from them.
+
+        Raises CheckpointError where that fails.
+        """
+        self.close()
+        for item in self._listed():
+            place = f"{self._root}/{item.name}/{MANIFEST_NAME}"
+            try:
+                if item.step > step and self._fs.exists(place):
+                    self._fs.rm_file(place)
+                    log.warning("%s/%s is withdrawn: it was saved in steps that went wrong", self._url, item.name)
+            except Exception as error:  # of the service, whatever it is
+                text = f"{self._url}/{item.name} was saved in steps that went wrong and cannot be withdrawn"
+                raise CheckpointError(f"{text}: {_reason(error)}; delete its {MANIFEST_NAME}") from error
+
+    def _listed(self) -> list[commit.Committed]:
+        """The full checkpoints at the URL, whole or not, the oldest first."""
+        self._fs.invalidate_cache()
+        try:
+            entries = self._fs.ls(self._root, detail=False) if self._fs.exists(self._root) else []
+        except Exception as error:
+            raise CheckpointError(f"{self._url} cannot be listed: {_reason(error)}") from error
+        found = (commit.parse_name(str(entry).rstrip("/").rpartition("/")[2]) for entry in entries)
+        return sorted(one for one in found if one is not None and one.kind == "full")
 
     def _manifest(self, name: str) -> tuple[Manifest, bytes]:
         """Reads a manifest, and checks that its files have the sizes that it says."""

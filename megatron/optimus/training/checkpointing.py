@@ -349,6 +349,11 @@ class Checkpoints:
                 self._last.record(left[-1].step)
             else:
                 self._last.forget()
+            if self._mirror is not None:
+                try:
+                    self._mirror.withdraw_after(step)
+                except CheckpointError as error:  # the run itself goes on from its own disk
+                    self.alerts.send(UPLOAD_FAILED, step, str(error))
 
         self._ranks.run_on_all_ranks(
             lambda: discard() if self._mesh.rank == 0 else None, f"deleting checkpoints in {self._root}", SaveError

@@ -124,3 +124,17 @@ def test_a_mirror_that_cannot_work_says_why(tmp_path):
     mirror = Mirror(f"file://{tmp_path}/file")
     [failure] = upload(mirror, saved(tmp_path / "root", 1))
     assert "could not be uploaded" in failure
+
+
+def test_steps_that_went_wrong_are_withdrawn(tmp_path, url):
+    """A start on an empty disk goes on from the newest one before them; uploaded again, a step counts again."""
+    mirror, ranks = Mirror(url), Ranks.alone()
+    paths = {
+        step: shutil.copytree(saved(tmp_path / str(step), step), tmp_path / f"step-{step:08}") for step in (2, 4, 6)
+    }
+    for path in paths.values():
+        assert upload(mirror, path) == []
+    mirror.withdraw_after(2)
+    assert mirror.newest() == "step-00000002"
+    assert fetch_newest(url, tmp_path / "disk", ranks).endswith("step-00000002")
+    assert upload(mirror, paths[4]) == [] and mirror.newest() == "step-00000004"
