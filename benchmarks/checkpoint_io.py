@@ -62,7 +62,7 @@ from megatron.optimus.checkpoint.reader import AHEAD
 from megatron.optimus.checkpoint.save_plan import FILES_PER_NODE
 from megatron.optimus.checkpoint.shards import ALIGNED, O_DIRECT
 from megatron.optimus.checkpoint.snapshot import coalesce
-from megatron.optimus.config.schema import Backend, Device
+from megatron.optimus.config.schema import Device, DistributedBackend
 from megatron.optimus.platform import device as devices
 from megatron.optimus.platform.process_exit import run_program
 
@@ -366,7 +366,7 @@ def main() -> None:
     device = devices.device_for_rank(Device(options.device), int(os.environ.get("LOCAL_RANK", "0")))
     devices.set_device(device)
     if "WORLD_SIZE" in os.environ:
-        dist.init_process_group(devices.backend_for(device, Backend.AUTO))
+        dist.init_process_group(devices.backend_for(device, DistributedBackend.AUTO))
     rank = dist.get_rank() if dist.is_initialized() else 0
     name: list[Any] = [tempfile.mkdtemp(prefix="checkpoint_io-", dir=options.folder) if rank == 0 else None]
     if dist.is_initialized():

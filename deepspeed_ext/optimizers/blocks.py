@@ -29,7 +29,7 @@ def block_numel(device: torch.device) -> int:
 
 
 @dataclass
-class Block:
+class MatrixBlock:
     """A part of a shard in a step. What it reads is fp32 [n]; what it writes changes nothing in a skipped step.
 
     Attributes:
@@ -92,7 +92,7 @@ class Block:
 
 def blocks_of(
     shard: Shard, kinds: Sequence[str], scalars: StepScalars, maximize: bool = False, numel: int | None = None
-) -> Iterator[Block]:
+) -> Iterator[MatrixBlock]:
     """Yields the blocks of a shard one after the other; none on a CPU in a skipped step.
 
     Args:
@@ -111,7 +111,7 @@ def blocks_of(
         state = {
             key: tensor[scales if key.endswith(states.SCALE_SUFFIX) else part] for key, tensor in shard.state.items()
         }
-        yield Block(
+        yield MatrixBlock(
             Shard(shard.master[part], shard.grad[part], shard.param[part], state), first, scalars, kinds, maximize
         )
 
@@ -125,7 +125,7 @@ class BlockOptimizer(ShardOptimizer):
             self.update_block(block, options)
 
     @abstractmethod
-    def update_block(self, block: Block, options: Mapping[str, Any]) -> None:
+    def update_block(self, block: MatrixBlock, options: Mapping[str, Any]) -> None:
         """Takes one step on a block: reads gradient, master weights and states, and writes them anew.
 
         Args:

@@ -190,7 +190,9 @@ class MatrixExchange:
 
     def _transform(self, updates: Sequence[Tensor], update_: Callable[[_MatrixBatch, Tensor], Any]) -> None:
         sent = [_of_shard(updates, part) for parts in self._sent for part in parts]
-        to_owner = _AllToAll(self._sent, self._received, self._group if self.travelling_numel else None, updates[0])
+        to_owner = _MatrixAllToAll(
+            self._sent, self._received, self._group if self.travelling_numel else None, updates[0]
+        )
         to_owner.start(sent)
         for batch in self._in_place:
             _apply(update_, updates[batch.bucket], batch)
@@ -208,7 +210,7 @@ class MatrixExchange:
         back.finish(sent)
 
 
-class _AllToAll:
+class _MatrixAllToAll:
     """One all-to-all: this rank's parts are sent in the order of their owners, others come in by source rank."""
 
     def __init__(
@@ -224,9 +226,9 @@ class _AllToAll:
         self._like = like
         self._work: dist.Work | None = None
 
-    def reversed(self) -> _AllToAll:
+    def reversed(self) -> _MatrixAllToAll:
         """Returns the way back."""
-        back = _AllToAll([], [], self._group, self._like)
+        back = _MatrixAllToAll([], [], self._group, self._like)
         back._out, back._in = self._in, self._out
         return back
 

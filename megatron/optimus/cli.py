@@ -46,6 +46,7 @@ COMMANDS = {
     ),
     "doctor": ("megatron.optimus.commands.doctor", "check this machine's installation, and say how to mend it"),
     "preflight": ("megatron.optimus.commands.preflight", "check devices, links, folder and versions before a run"),
+    "drill": ("megatron.optimus.commands.drill", "inject faults into a small run, and check that it recovers exactly"),
     "tune-kernels": ("megatron.optimus.commands.tune_kernels", "autotune the Triton expert kernels on this GPU"),
 }
 # A peer that closes its connection would end these by SIGPIPE.

@@ -33,7 +33,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from megatron.optimus.config.schema import Backend
+from megatron.optimus.config.schema import DistributedBackend
 from megatron.optimus.platform import process_groups
 from megatron.optimus.platform.environment import Launcher, RankEnvironment
 from megatron.optimus.platform.process_exit import exit_process, run_program
@@ -270,7 +270,7 @@ def _fork(ending: Ending, rank: int, port: int, folder: Path, *, is_training: bo
     def main() -> int | None:
         if not is_training:
             launch = RankEnvironment(rank, 2, rank, 2, "127.0.0.1", port, Launcher.MPI)
-            process_groups.init(launch, torch.device("cpu"), Backend.AUTO, timedelta(minutes=5))
+            process_groups.init(launch, torch.device("cpu"), DistributedBackend.AUTO, timedelta(minutes=5))
             dist.all_reduce(torch.ones(1))
         return ending.rank(rank)
 

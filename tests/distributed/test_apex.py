@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext.optimizers import Shard, StepScalars, shard_optimizer_for
-from megatron.optimus.config.choices import KernelLibrary, Normalization, OptimizerName, StateDtype
-from megatron.optimus.config.schema import Backend, ConfigError, ModelConfig, OptimizerConfig, RunConfig
+from megatron.optimus.config.choices import KernelLibrary, Normalization, OptimizerName, OptimizerStateDtype
+from megatron.optimus.config.schema import ConfigError, DistributedBackend, ModelConfig, OptimizerConfig, RunConfig
 from megatron.optimus.layers.norm import build_norm
 from megatron.optimus.parallel.converters import apex_norms
 from megatron.optimus.platform.device import start_line
@@ -132,7 +132,7 @@ def test_what_is_absent_or_does_not_fit_is_one_line() -> None:
     for options in (
         {"optimizer": OptimizerName.LION},
         {"zero_stage": 3},
-        {"optimizer_state_dtype": StateDtype.BF16},
+        {"optimizer_state_dtype": OptimizerStateDtype.BF16},
     ):
         with pytest.raises(
             ConfigError, match=f"optimizer_backend=apex with {next(iter(options))}=.* its FusedAdam needs"
@@ -142,5 +142,5 @@ def test_what_is_absent_or_does_not_fit_is_one_line() -> None:
 
 def test_the_line_at_the_start_says_what_is_taken_from_apex() -> None:
     with installed():
-        line = start_line(torch.device("cpu"), Backend.AUTO, ["fused norms", "FusedAdam"])
+        line = start_line(torch.device("cpu"), DistributedBackend.AUTO, ["fused norms", "FusedAdam"])
     assert line.endswith("collectives by gloo; apex unknown (fused norms, FusedAdam)")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.optimus.config.choices import Backend
+from megatron.optimus.config.choices import DistributedBackend
 from tests.integration.conftest import ROOT, TINY, write_corpus
 
 # As the bindings do it, by torch's own function.
@@ -21,8 +21,8 @@ dist.Backend.register_backend("ccl", make, devices=["cpu", "xpu"])
 """
 
 
-@pytest.mark.parametrize("backend", [Backend.CCL, Backend.AUTO])
-def test_two_ranks_train_where_the_bindings_are_installed(backend: Backend, tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", [DistributedBackend.CCL, DistributedBackend.AUTO])
+def test_two_ranks_train_where_the_bindings_are_installed(backend: DistributedBackend, tmp_path: Path) -> None:
     """Over ccl where it is asked for, else over gloo. DeepSpeed, which sees the module too, builds nothing."""
     (tmp_path / "oneccl_bindings_for_pytorch.py").write_text(STAND_IN)
     prefix = write_corpus(tmp_path / "counting")
@@ -33,6 +33,6 @@ def test_two_ranks_train_where_the_bindings_are_installed(backend: Backend, tmp_
     variables = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    used = "ccl; oneccl_bindings_for_pytorch (collectives)" if backend is Backend.CCL else "gloo"
+    used = "ccl; oneccl_bindings_for_pytorch (collectives)" if backend is DistributedBackend.CCL else "gloo"
     assert f"device cpu, collectives by {used}\n" in done.stdout
     assert "step=2 loss=" in done.stdout

@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch
 
 from megatron.optimus.checkpoint.errors import CheckpointError
-from megatron.optimus.config.choices import Backend, Device, TokenizerType
+from megatron.optimus.config.choices import Device, DistributedBackend, TokenizerType
 from megatron.optimus.config.load import Parser, whole_number
 from megatron.optimus.config.schema import ConfigError, ParallelConfig
 from megatron.optimus.data.errors import DataError
@@ -41,7 +41,7 @@ def add_model_options(parser: Parser, batch_size: int = 8) -> None:
         text = f"ranks over which {'matrices' if kind == 'tensor' else 'experts'} are split; default: 1"
         parser.add_argument(f"--{kind}-model-parallel-size", type=whole_number(), default=1, help=text)
     parser.add_argument("--device", choices=[one.value for one in Device], default="auto", help="default: auto")
-    backends = [one.value for one in Backend]
+    backends = [one.value for one in DistributedBackend]
     parser.add_argument("--distributed-backend", choices=backends, default="auto", help="default: auto")
 
 
@@ -93,7 +93,7 @@ def _all_ranks(args: argparse.Namespace, launch: RankEnvironment) -> Iterator[Ra
     if launch.world_size == 1:
         yield Ranks(None, device)
         return
-    process_groups.init(launch, device, Backend(args.distributed_backend), timedelta(minutes=10))
+    process_groups.init(launch, device, DistributedBackend(args.distributed_backend), timedelta(minutes=10))
     try:
         yield Ranks(None, device)
     except BaseException:
@@ -108,7 +108,7 @@ def load_model(args: argparse.Namespace, launch: RankEnvironment, ranks: Ranks) 
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         expert_model_parallel_size=args.expert_model_parallel_size,
         device=Device(args.device),
-        distributed_backend=Backend(args.distributed_backend),
+        distributed_backend=DistributedBackend(args.distributed_backend),
     )
     return load_text_model(
         args.checkpoint,

@@ -145,12 +145,12 @@ def _run(trial: Trial, num_ranks: int | None, *, keeps: bool) -> int:
     sys.stdout.write(printable(f"{folder.name}: running\n"))
     sys.stdout.flush()
     began = time.monotonic()
-    _note(folder, report.Outcome(trial.options, None, 0.0, ""))  # while it runs
+    _note(folder, report.RunOutcome(trial.options, None, 0.0, ""))  # while it runs
     code, was_stopped = run_trial(trial.options, folder, num_ranks)
     seconds = time.monotonic() - began + (before.seconds if before is not None else 0.0)
     error = "" if code == 0 else last_error(folder)
     # A run that a signal ended is resumed; numbers that are not finite would come again.
-    _note(folder, report.Outcome(trial.options, None if was_stopped or code > 128 else code, seconds, error))
+    _note(folder, report.RunOutcome(trial.options, None if was_stopped or code > 128 else code, seconds, error))
     if code in (0, NUMERIC_ERROR) and not keeps and not was_stopped:
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     if was_stopped:
@@ -158,7 +158,7 @@ def _run(trial: Trial, num_ranks: int | None, *, keeps: bool) -> int:
     return code if was_stopped else 0
 
 
-def _note(folder: Path, outcome: report.Outcome) -> None:
+def _note(folder: Path, outcome: report.RunOutcome) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / _OUTCOME, json.dumps(outcome.__dict__) + "\n")

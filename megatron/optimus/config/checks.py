@@ -21,11 +21,11 @@ from megatron.optimus.config.schema import (
     Device,
     Float8,
     OptimizerName,
+    OptimizerStateDtype,
     Parametrization,
     PipelineSchedule,
     Recompute,
     RunConfig,
-    StateDtype,
     TokenDispatcherType,
     TokenizerType,
     divisors,
@@ -129,7 +129,7 @@ def _zero_stage_problem(config: RunConfig) -> str | None:
             return f"zero_stage=3 shards over data-parallel ranks alone, but {name}={size}; use 1, or zero_stage=1 or 2"
     if optimizer.optimizer is not OptimizerName.ADAM:
         return f"zero_stage=3 needs optimizer=adam, not {optimizer.optimizer.value}; or use zero_stage=1 or 2"
-    if optimizer.optimizer_state_dtype is not StateDtype.FP32:
+    if optimizer.optimizer_state_dtype is not OptimizerStateDtype.FP32:
         kept = optimizer.optimizer_state_dtype.value
         return f"zero_stage=3 keeps states in fp32, not optimizer_state_dtype={kept}; or use zero_stage=1 or 2"
     return None

@@ -162,7 +162,7 @@ class OptimizerName(str, Enum):
         return self.value.startswith(OPTIMIZER_LIBRARY)
 
 
-class StateDtype(str, Enum):
+class OptimizerStateDtype(str, Enum):
     FP32 = "fp32"
     BF16 = "bf16"
     INT8 = "int8"  # with a scale for every 256 elements
@@ -224,7 +224,7 @@ class Packing(str, Enum):
     BEST_FIT = "best-fit"  # samples are packed with whole documents, few of which are split
 
 
-class Backend(str, Enum):
+class DistributedBackend(str, Enum):
     AUTO = "auto"
     NCCL = "nccl"
     XCCL = "xccl"

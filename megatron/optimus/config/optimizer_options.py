@@ -6,7 +6,13 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from megatron.optimus.config.choices import OPTIMIZER_LIBRARY, KernelLibrary, LRDecayStyle, OptimizerName, StateDtype
+from megatron.optimus.config.choices import (
+    OPTIMIZER_LIBRARY,
+    KernelLibrary,
+    LRDecayStyle,
+    OptimizerName,
+    OptimizerStateDtype,
+)
 from megatron.optimus.config.values import require
 
 if TYPE_CHECKING:
@@ -61,7 +67,7 @@ def check_optimizer_options(config: OptimizerConfig) -> None:
     if chosen.is_schedule_free or chosen.is_of_library or chosen is OptimizerName.ADAFACTOR:
         dtype = config.optimizer_state_dtype
         require(
-            dtype is StateDtype.FP32,
+            dtype is OptimizerStateDtype.FP32,
             f"optimizer={chosen.value} keeps its states in fp32, not optimizer_state_dtype={dtype.value}; leave it out",
         )
 
@@ -88,7 +94,7 @@ def _check_apex(config: OptimizerConfig) -> None:
     dtype, needs = config.optimizer_state_dtype, "its FusedAdam needs"
     limits = [
         (config.optimizer is OptimizerName.ADAM, f"optimizer={config.optimizer.value}: {needs} adam"),
-        (dtype is StateDtype.FP32, f"optimizer_state_dtype={dtype.value}: {needs} fp32"),
+        (dtype is OptimizerStateDtype.FP32, f"optimizer_state_dtype={dtype.value}: {needs} fp32"),
         (config.zero_stage < 3, f"zero_stage={config.zero_stage}: {needs} 2 or less"),
     ]
     for fits, words in limits:

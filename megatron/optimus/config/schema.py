@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
 from megatron.optimus.config.choices import (
-    Backend,
     ContextCommunication,
     Device,
+    DistributedBackend,
     ExpertPlacement,
     Float8,
     KernelLibrary,
@@ -27,6 +27,7 @@ from megatron.optimus.config.choices import (
     OnLossSpike,
     OnNan,
     OptimizerName,
+    OptimizerStateDtype,
     Packing,
     Parametrization,
     PipelineSchedule,
@@ -37,7 +38,6 @@ from megatron.optimus.config.choices import (
     ScoreFunction,
     ShampooGraft,
     SplitBy,
-    StateDtype,
     TokenDispatcherType,
     TokenizerType,
     WSDDecayStyle,
@@ -282,8 +282,9 @@ class ParallelConfig:
         None, "file with the assignment of every layer's experts to ranks, from `optimus expert-balance`"
     )
     device: Device = option(Device.AUTO, "device type; auto: cuda (ROCm too), xpu or cpu, the first that is found")
-    distributed_backend: Backend = option(
-        Backend.AUTO, "backend of collectives; auto: nccl (on ROCm RCCL), xccl (without it ccl) or gloo by device"
+    distributed_backend: DistributedBackend = option(
+        DistributedBackend.AUTO,
+        "backend of collectives; auto: nccl (on ROCm RCCL), xccl (without it ccl) or gloo by device",
     )
     distributed_timeout_minutes: float = option(10.0, "time limit of a collective, after which the run ends")
 
@@ -308,7 +309,9 @@ class OptimizerConfig:
         "matrices",
     )
     optimizer_backend: KernelLibrary = option(KernelLibrary.OPTIMUS, "kernels of AdamW's step; apex: its FusedAdam")
-    optimizer_state_dtype: StateDtype = option(StateDtype.FP32, "dtype of moments; master weights are fp32")
+    optimizer_state_dtype: OptimizerStateDtype = option(
+        OptimizerStateDtype.FP32, "dtype of moments; master weights are fp32"
+    )
     zero_stage: int = option(
         1,
         "1: shard optimizer states (of experts over their replicas, of others over data parallel ranks); 2: gradients "
@@ -429,7 +432,7 @@ class OptimizerConfig:
         positive(self, "shampoo_eps", "galore_scale", "dion_rank_fraction")
         require(self.dion_rank_fraction <= 1, f"dion_rank_fraction={self.dion_rank_fraction} exceeds 1; use at most 1")
         require(
-            self.optimizer.keeps_flat_states or self.optimizer_state_dtype is StateDtype.FP32,
+            self.optimizer.keeps_flat_states or self.optimizer_state_dtype is OptimizerStateDtype.FP32,
             f"optimizer={self.optimizer.value} keeps its states in fp32, not "
             f"optimizer_state_dtype={self.optimizer_state_dtype.value}; use fp32, or muon or normuon",
         )

@@ -18,7 +18,7 @@ from megatron.optimus.config.schema import ConfigError
 MAX_NODES = 100_000
 
 
-class Scheduler(str, Enum):
+class BatchSystem(str, Enum):
     """The batch system of the job."""
 
     PBS = "pbs"
@@ -30,7 +30,7 @@ class Scheduler(str, Enum):
 class Allocation:
     """The nodes of the job in the scheduler's order; none outside of a job."""
 
-    scheduler: Scheduler
+    scheduler: BatchSystem
     hosts: tuple[str, ...]
     devices_per_node: int | None = None  # None where the scheduler does not tell
 
@@ -38,12 +38,12 @@ class Allocation:
 def detect_allocation(env: Mapping[str, str]) -> Allocation:
     """Reads the job's nodes from the variables of PBS or SLURM. Raises ConfigError where they are unreadable."""
     if env.get("PBS_NODEFILE"):
-        return Allocation(Scheduler.PBS, _hosts_of_file(env["PBS_NODEFILE"]))
+        return Allocation(BatchSystem.PBS, _hosts_of_file(env["PBS_NODEFILE"]))
     nodes = env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST")
     if nodes:
         devices = env.get("SLURM_GPUS_ON_NODE", "")
-        return Allocation(Scheduler.SLURM, expand_slurm(nodes), int(devices) if devices.isdecimal() else None)
-    return Allocation(Scheduler.NONE, ())
+        return Allocation(BatchSystem.SLURM, expand_slurm(nodes), int(devices) if devices.isdecimal() else None)
+    return Allocation(BatchSystem.NONE, ())
 
 
 def _hosts_of_file(path: str) -> tuple[str, ...]:

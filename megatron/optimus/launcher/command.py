@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from megatron.optimus.config.schema import ConfigError
-from megatron.optimus.launcher.cluster import GENERIC, Allocation, Scheduler, Setting, System
+from megatron.optimus.launcher.cluster import GENERIC, Allocation, BatchSystem, Setting, System
 from megatron.optimus.platform.environment import RENDEZVOUS_TOKEN
 
 PROGRAM = "megatron.optimus.pretrain"
@@ -55,7 +55,7 @@ class Launch:
     """How to start a run; ``command(hosts, hostfile)`` returns the command line for one choice of nodes."""
 
     method: LaunchMethod
-    scheduler: Scheduler
+    scheduler: BatchSystem
     mpi: Mpi
     num_nodes: int
     ranks_per_node: int
@@ -120,7 +120,7 @@ class Launch:
     def _across_nodes(self, hosts: Sequence[str], hostfile: str, per_node: int) -> list[str]:
         bind = self.cpu_bind if per_node == self.ranks_per_node else None
         total, each, nodes = str(self.num_nodes * per_node), str(per_node), str(self.num_nodes)
-        torchrun_by_srun = self.method is LaunchMethod.TORCHRUN and self.scheduler is Scheduler.SLURM
+        torchrun_by_srun = self.method is LaunchMethod.TORCHRUN and self.scheduler is BatchSystem.SLURM
         if self.method is LaunchMethod.SRUN or torchrun_by_srun:
             words = ["srun", "--nodes", nodes, "--ntasks", total, "--ntasks-per-node", each]
             words += ["--kill-on-bad-exit=1", "--export=ALL"]  # else ranks would wait for a lost one
@@ -196,7 +196,7 @@ def build_launch(
 
 def _launch_method(requested: LaunchMethod, allocation: Allocation) -> LaunchMethod:
     if requested is LaunchMethod.AUTO:
-        return {Scheduler.PBS: LaunchMethod.MPIEXEC, Scheduler.SLURM: LaunchMethod.SRUN}.get(
+        return {BatchSystem.PBS: LaunchMethod.MPIEXEC, BatchSystem.SLURM: LaunchMethod.SRUN}.get(
             allocation.scheduler, LaunchMethod.LOCAL
         )
     return requested

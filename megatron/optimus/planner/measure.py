@@ -201,7 +201,7 @@ def _rank(rank: int, count: int, kind: str, store: str, answers: mp.SimpleQueue[
         torch.set_num_threads(1)
     device = torch.device(kind, rank) if kind != "cpu" else torch.device("cpu")
     devices.set_device(device)
-    backend = devices.backend_for(device, devices.Backend.AUTO)
+    backend = devices.backend_for(device, devices.DistributedBackend.AUTO)
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=count)
     two = dist.new_group([0, 1])
     size = 16 << 20 if kind == "cpu" else 256 << 20

@@ -15,7 +15,7 @@ from megatron.optimus.config.choices import OPTIMIZER_LIBRARY
 from megatron.optimus.config.family import ParameterKind
 from megatron.optimus.config.parametrization import UpdateScaling
 from megatron.optimus.config.rank_plan import RankPlan
-from megatron.optimus.config.schema import OptimizerName, StateDtype
+from megatron.optimus.config.schema import OptimizerName, OptimizerStateDtype
 from megatron.optimus.models.parameters import RankParameter, rank_parameters
 from megatron.optimus.planner.matrix_states import matrix_state_bytes
 
@@ -182,9 +182,9 @@ def library_states(name: OptimizerName) -> int:
 
 def _moment_bytes(rank: RankPlan, buffer: PlannedFlatBuffer) -> int:
     width = rank.config.optimizer.optimizer_state_dtype
-    if width is StateDtype.INT8:
+    if width is OptimizerStateDtype.INT8:
         return buffer.shard + buffer.shard // STATE_BLOCK * 4
-    return buffer.shard * (4 if width is StateDtype.FP32 else 2)
+    return buffer.shard * (4 if width is OptimizerStateDtype.FP32 else 2)
 
 
 def sent_copies(rank: RankPlan, buffers: list[PlannedFlatBuffer]) -> int:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron.optimus.config.rank_plan import rank_plans
-from megatron.optimus.config.schema import ParallelConfig, Precision, RunConfig, StateDtype
+from megatron.optimus.config.schema import OptimizerStateDtype, ParallelConfig, Precision, RunConfig
 from megatron.optimus.models.parameters import num_parameters
 from megatron.optimus.planner.hardware import Figure, Machine
 
@@ -68,7 +68,7 @@ class Prediction:
 
 
 @dataclass(frozen=True)
-class Row:
+class RecoveryRow:
     """All recoveries for one size."""
 
     ranks: int
@@ -173,14 +173,16 @@ def checkpoint_bytes(config: RunConfig) -> tuple[int, int]:
     numel = num_parameters(rank_plans(replace(config, parallel=ParallelConfig()), 1)[0])
     options = config.optimizer
     states = max(options.optimizer.num_states, 2 if options.optimizer.is_for_matrices else 0)
-    width = {StateDtype.FP32: 4, StateDtype.BF16: 2, StateDtype.INT8: 1 + 4 / 256}[options.optimizer_state_dtype]
+    width = {OptimizerStateDtype.FP32: 4, OptimizerStateDtype.BF16: 2, OptimizerStateDtype.INT8: 1 + 4 / 256}[
+        options.optimizer_state_dtype
+    ]
     weight = 4 if config.training.params_dtype is Precision.FP32 else 2
     return int(numel * (4 + states * width)), numel * weight
 
 
 def effective_time(
     config: RunConfig, machine: Machine, node_mtbf_hours: float, sizes: Sequence[int] = SIZES, step_seconds: float = 1.0
-) -> list[Row]:
+) -> list[RecoveryRow]:
     """Predicts every size.
 
     Args:
@@ -196,11 +198,11 @@ def effective_time(
         node_mtbf = node_mtbf_hours * 3600
         ways = recoveries(config, machine, ranks, node_mtbf)
         predictions = tuple(predict(way, node_mtbf / nodes, step_seconds) for _, way in ways)
-        rows.append(Row(ranks, nodes, node_mtbf / nodes, spares_needed(nodes, node_mtbf), predictions))
+        rows.append(RecoveryRow(ranks, nodes, node_mtbf / nodes, spares_needed(nodes, node_mtbf), predictions))
     return rows
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[RecoveryRow]) -> str:
     """Writes a Markdown table: share of effective time, best interval and restart of each recovery; then the start."""
     names = [prediction.recovery.name for prediction in rows[0].predictions]
     head = ["ranks", "nodes", "failure every", "spares a day", *names, "start: imports parallel / staged, meet, groups"]
@@ -230,7 +232,7 @@ def _time(seconds: float) -> str:
 PUBLISHED = {"Llama 3 (> 90%)": (16384, 0.90), "ByteRobust, dense": (9600, 0.97), "ByteRobust, MoE": (9600, 0.91)}
 
 
-def draw(rows: Sequence[Row], title: str, path: Path) -> None:
+def draw(rows: Sequence[RecoveryRow], title: str, path: Path) -> None:
     """Draws the share over the number of ranks, beside published ones; needs matplotlib."""
     import matplotlib
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 
-from megatron.optimus.config.schema import ConfigError, Recompute, RunConfig, StateDtype, divisors
+from megatron.optimus.config.schema import ConfigError, OptimizerStateDtype, Recompute, RunConfig, divisors
 from megatron.optimus.planner.hardware import Figure, Machine
 from megatron.optimus.planner.plan import Plan, plan
 from megatron.optimus.planner.search import RECOMPUTATION
@@ -99,7 +99,7 @@ def _changes(config: RunConfig) -> Iterator[Iterator[Change]]:
         words = "--recompute-modules " + " ".join(part.value for part in parts)
         return words, lambda run: replace(run, parallel=replace(run.parallel, recompute_modules=list(parts)))
 
-    def moments(dtype: StateDtype) -> Change:
+    def moments(dtype: OptimizerStateDtype) -> Change:
         words = f"--optimizer-state-dtype {dtype.value}"
         return words, lambda run: replace(run, optimizer=replace(run.optimizer, optimizer_state_dtype=dtype))
 
@@ -110,5 +110,8 @@ def _changes(config: RunConfig) -> Iterator[Iterator[Change]]:
     if config.optimizer.zero_stage == 1:
         stage2: Change = ("--zero-stage 2", lambda run: replace(run, optimizer=replace(run.optimizer, zero_stage=2)))
         yield iter([stage2])
-    narrower = {StateDtype.FP32: [StateDtype.BF16, StateDtype.INT8], StateDtype.BF16: [StateDtype.INT8]}
+    narrower = {
+        OptimizerStateDtype.FP32: [OptimizerStateDtype.BF16, OptimizerStateDtype.INT8],
+        OptimizerStateDtype.BF16: [OptimizerStateDtype.INT8],
+    }
     yield map(moments, narrower.get(config.optimizer.optimizer_state_dtype, []))

@@ -3,7 +3,7 @@
 Other modules take a ``torch.device`` and call these functions; torch.cuda, torch.xpu and torch.mps are named in this
 file only. ROCm's GPUs are torch's devices "cuda", and its RCCL is the backend "nccl": ``is_rocm`` tells them apart.
 Another accelerator needs: its name in ``default_kind`` and ``_accelerator``, its backend in ``_BACKENDS``, its peak in
-``_PEAK_FLOPS``, and in config/ the enums ``Device`` and ``Backend`` and the rule ``backend_serves_device``.
+``_PEAK_FLOPS``, and in config/ the enums ``Device`` and ``DistributedBackend`` and the rule ``backend_serves_device``.
 docs/accelerators.md says which of them were run.
 """
 
@@ -19,11 +19,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.optimus.config.schema import Backend, ConfigError, Device
+from megatron.optimus.config.schema import ConfigError, Device, DistributedBackend
 from megatron.optimus.platform import environment, older_stacks
 from megatron.optimus.platform.environment import Launcher, RankEnvironment
 
-_BACKENDS = {"cuda": Backend.NCCL, "xpu": Backend.XCCL, "cpu": Backend.GLOO, "mps": Backend.GLOO}
+_BACKENDS = {
+    "cuda": DistributedBackend.NCCL,
+    "xpu": DistributedBackend.XCCL,
+    "cpu": DistributedBackend.GLOO,
+    "mps": DistributedBackend.GLOO,
+}
 _CCL_DEVICES = ("cpu", "xpu")  # those that the module oneccl_bindings_for_pytorch serves
 
 # Dense peaks in FLOP/s of one device as torch counts devices, by part of its name; the first match counts.
@@ -131,22 +136,27 @@ def set_device(device: torch.device) -> None:
         _accelerator(device.type).set_device(device)
 
 
-def backend_for(device: torch.device, backend: Backend) -> str:
+def backend_for(device: torch.device, backend: DistributedBackend) -> str:
     """Returns the torch.distributed backend; that of Intel GPUs is ccl where torch has no xccl and its module is here.
 
     Raises:
         ConfigError: it cannot move tensors of the device, or its module is not installed.
     """
     own = _BACKENDS[device.type]
-    if backend is Backend.CCL and device.type in _CCL_DEVICES:
+    if backend is DistributedBackend.CCL and device.type in _CCL_DEVICES:
         if (error := older_stacks.ccl_error()) is not None:
             raise ConfigError(f"distributed_backend=ccl: {error}; or use {own.value}")
         return backend.value
-    if backend not in (Backend.AUTO, Backend.GLOO, own):
+    if backend not in (DistributedBackend.AUTO, DistributedBackend.GLOO, own):
         raise ConfigError(f"distributed_backend={backend.value} does not serve {device.type}; use {own.value} or auto")
-    if backend is Backend.AUTO and own is Backend.XCCL and not has_xccl() and older_stacks.ccl_error() is None:
-        return Backend.CCL.value
-    return own.value if backend is Backend.AUTO else backend.value
+    if (
+        backend is DistributedBackend.AUTO
+        and own is DistributedBackend.XCCL
+        and not has_xccl()
+        and older_stacks.ccl_error() is None
+    ):
+        return DistributedBackend.CCL.value
+    return own.value if backend is DistributedBackend.AUTO else backend.value
 
 
 def has_xccl() -> bool:
@@ -383,7 +393,7 @@ def set_cpu_threads(launch: RankEnvironment) -> int:
     return threads
 
 
-def start_line(device: torch.device, backend: Backend, apex: Sequence[str] = ()) -> str:
+def start_line(device: torch.device, backend: DistributedBackend, apex: Sequence[str] = ()) -> str:
     """Returns the line of the start: torch, what it is built for, the collectives, and what older stacks are used.
 
     Args:

@@ -35,6 +35,7 @@ _LOCAL_SIZE = ("LOCAL_WORLD_SIZE", "PALS_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZ
 _DEFAULT_PORT = 29500
 RENDEZVOUS_TOKEN = "OPTIMUS_RENDEZVOUS_TOKEN"  # a secret of the run; `optimus launch` makes one
 AGENT_FOLDER = "OPTIMUS_AGENT_FOLDER"  # where the launcher on this machine reads the heartbeats of its ranks
+DRILL_FOLDER = "OPTIMUS_DRILL_FOLDER"  # where `optimus drill` asks ranks for faults; unset in every other run
 MEMORY_FOLDER = "OPTIMUS_MEMORY_FOLDER"  # where ranks keep memory checkpoints, on each node; outlives them
 
 
@@ -170,6 +171,12 @@ def rendezvous_token() -> str | None:
 def agent_folder() -> Path | None:
     """Returns the folder of heartbeats; None without a launcher on this machine that reads them."""
     named = os.environ.get(AGENT_FOLDER)
+    return Path(named) if named else None
+
+
+def drill_folder() -> Path | None:
+    """Returns the folder in which ``optimus drill`` asks this rank for faults; None in every other run."""
+    named = os.environ.get(DRILL_FOLDER)
     return Path(named) if named else None
 
 

@@ -119,14 +119,14 @@ def _rank(kind: str, backend: str, limit_s: float) -> dict[str, object]:
     """Exchanges as one of the ranks. Collective."""
     import torch.distributed as dist
 
-    from megatron.optimus.config.schema import Backend, Device
+    from megatron.optimus.config.schema import Device, DistributedBackend
     from megatron.optimus.platform import device as devices
     from megatron.optimus.platform import process_groups
 
     launch = environment.detect()
     device = devices.device_for_rank(Device(kind), launch.local_rank)
     devices.set_device(device)
-    process_groups.init(launch, device, Backend(backend), timedelta(seconds=limit_s))
+    process_groups.init(launch, device, DistributedBackend(backend), timedelta(seconds=limit_s))
     seconds, is_right = exchange_numbers(launch.rank, RANKS, device)
     used = dist.get_backend()
     process_groups.shutdown()

@@ -10,7 +10,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from megatron.optimus.config.schema import Backend, ConfigError
+from megatron.optimus.config.schema import ConfigError, DistributedBackend
 from megatron.optimus.platform import rendezvous
 from megatron.optimus.platform.device import backend_for
 from megatron.optimus.platform.environment import RankEnvironment
@@ -22,7 +22,7 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def init(launch: RankEnvironment, device: torch.device, backend: Backend, timeout: timedelta) -> None:
+def init(launch: RankEnvironment, device: torch.device, backend: DistributedBackend, timeout: timedelta) -> None:
     """Joins the process group of all ranks and returns when all of them have joined. Collective.
 
     Args:

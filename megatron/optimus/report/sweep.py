@@ -22,7 +22,7 @@ _TAIL = 10  # the loss of a run is the mean of this share of its steps, the last
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunOutcome:
     """How a run of a sweep went."""
 
     options: list[str]
@@ -37,7 +37,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Row:
+class SweepRow:
     """A run of a sweep in numbers; None where it has none."""
 
     values: Mapping[str, str]  # of the varied options
@@ -50,32 +50,32 @@ class Row:
     error: str = ""
 
 
-def read_outcome(folder: Path) -> Outcome | None:
+def read_outcome(folder: Path) -> RunOutcome | None:
     """How the run of a folder went; None where none was started. A damaged file counts as a run to be resumed."""
     try:
         found = json.loads((folder / OUTCOME).read_text())
-        return Outcome(list(found["options"]), found["code"], float(found["seconds"]), str(found["error"]))
+        return RunOutcome(list(found["options"]), found["code"], float(found["seconds"]), str(found["error"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def read_row(folder: Path, values: Mapping[str, str]) -> Row:
+def read_row(folder: Path, values: Mapping[str, str]) -> SweepRow:
     """Reads a run's numbers from its folder."""
     outcome = read_outcome(folder)
     if outcome is None:
-        return Row(values, "not started")
+        return SweepRow(values, "not started")
     states = {0: "done", NUMERIC_ERROR: "diverged", None: "unfinished"}
     state = states.get(outcome.code, f"failed ({outcome.code})")
     row: dict[str, Any] = {"minutes": outcome.seconds / 60, "error": outcome.error}
     try:
         metrics = read_run(folder).metrics
     except ConfigError:  # it ended before it had made a file
-        return Row(values, state, **row)
+        return SweepRow(values, state, **row)
     losses, valid = metrics.column("loss"), metrics.column("valid_loss")
     valid = valid[np.isfinite(valid)]
     speed = metrics.column("tokens_per_second_per_device")
     tail = losses[-max(1, len(losses) // _TAIL) :]
-    return Row(
+    return SweepRow(
         values,
         state,
         steps=int(metrics.steps[-1]) if len(metrics.steps) else 0,
@@ -86,13 +86,13 @@ def read_row(folder: Path, values: Mapping[str, str]) -> Row:
     )
 
 
-def score(row: Row) -> float:
+def score(row: SweepRow) -> float:
     """What rows are compared by: the validation loss where there is one, else the loss; inf for a run that failed."""
     value = row.loss if row.valid_loss is None else row.valid_loss
     return math.inf if value is None or row.state != "done" else value
 
 
-def table(rows: Sequence[Row]) -> list[str]:
+def table(rows: Sequence[SweepRow]) -> list[str]:
     """The lines of the table, the best run marked with a star, and below it why runs failed."""
     best = min(map(score, rows))
     names = list(rows[0].values)
@@ -120,7 +120,7 @@ def table(rows: Sequence[Row]) -> list[str]:
     return lines + notes
 
 
-def write(folder: Path, rows: Sequence[Row]) -> list[Path]:
+def write(folder: Path, rows: Sequence[SweepRow]) -> list[Path]:
     """Writes the numbers as JSON and, with matplotlib, the picture; returns the paths. Raises ConfigError."""
     paths = [folder / NUMBERS]
     try:
@@ -133,7 +133,7 @@ def write(folder: Path, rows: Sequence[Row]) -> list[Path]:
     return paths
 
 
-def panel(rows: Sequence[Row]) -> figure.Panel:
+def panel(rows: Sequence[SweepRow]) -> figure.Panel:
     """Losses over the option with the most values that are numbers, a line for each combination of the others."""
     values = {name: list(dict.fromkeys(row.values[name] for row in rows)) for name in rows[0].values}
     axis = max(values, key=lambda name: (_numbers(values[name]) is not None, len(values[name])))

@@ -44,6 +44,7 @@ from megatron.optimus.training.alerts import NO_ALERTS, ROLLBACK, SLOW_RANK, ale
 from megatron.optimus.training.checkpointing import Checkpoints
 from megatron.optimus.training.curvature import estimate_curvature, is_due
 from megatron.optimus.training.data import build_data, check_unchanged, labels_per_micro_batch, num_labels
+from megatron.optimus.training.drill import DrillFaults
 from megatron.optimus.training.engine import (
     Engine,
     build_engine,
@@ -249,6 +250,7 @@ class Trainer:
         self.noise_scale.restore(self.checkpoints.extra_state)
         self.rollbacks.restore(self.checkpoints.extra_state)
         self.nonfinite = NonFiniteSource(self.model, run.ranks, self.data.train.describe)
+        self.drill = DrillFaults(run.mesh.rank, self.model, self.engine)
         self.integrity = Integrity(run, self.engine, self.schedule, self.data.train, self.step)
         self.recorder, self.clock = Recorder(run.ranks), StepClock(run.device)
         self.sampler: StepSampler | None = None  # while steps are compared over the ranks
@@ -356,6 +358,7 @@ class Trainer:
         training = self.config.training
         while self._skip_steps() < self.last_step:
             heartbeat.beat("reading the batches", self.step + 1)
+            self.drill.begin_step()
             self._check_devices()
             profiler.before(self.step + 1)
             batches = self._next_batches()

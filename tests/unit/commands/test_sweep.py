@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron.optimus.commands import sweep
-from megatron.optimus.report.sweep import Row, panel, table
+from megatron.optimus.report.sweep import SweepRow, panel, table
 
 BASE = ["--", "--preset", "mula-tiny"]
 LOSSES = {"1e-3": 3.0, "1e-2": 2.0, "1e-1": 2.5}
@@ -141,7 +141,7 @@ def test_a_folder_of_other_options_is_refused(tmp_path: Path, runs: Runs, capsys
 
 def test_table_and_picture_of_options_that_are_no_numbers() -> None:
     found = [
-        Row({"optimizer": name, "qk_layernorm": norm}, "done", 10, loss, valid)
+        SweepRow({"optimizer": name, "qk_layernorm": norm}, "done", 10, loss, valid)
         for name, norm, loss, valid in [
             ("adam", "true", 3.0, 3.5), ("muon", "true", 2.0, 3.6), ("adam", "false", 1.0, 3.7), ("lion", "true", 2, 4)
         ]

@@ -14,8 +14,8 @@ from megatron.optimus.config.schema import (
     LRDecayStyle,
     ModelConfig,
     OptimizerConfig,
+    OptimizerStateDtype,
     ParallelConfig,
-    StateDtype,
     TrainingConfig,
     divisors,
     one_of,
@@ -87,7 +87,7 @@ CONSTANT = {"lr_decay_style": LRDecayStyle.CONSTANT}
         ),
         (
             OptimizerConfig,
-            {"optimizer": NAME("pytorch_optimizer:Tiger"), "optimizer_state_dtype": StateDtype.INT8},
+            {"optimizer": NAME("pytorch_optimizer:Tiger"), "optimizer_state_dtype": OptimizerStateDtype.INT8},
             ["optimizer=pytorch_optimizer:Tiger keeps its states in fp32", "optimizer_state_dtype=int8"],
         ),
         (
@@ -97,7 +97,7 @@ CONSTANT = {"lr_decay_style": LRDecayStyle.CONSTANT}
         ),
         (
             OptimizerConfig,
-            CONSTANT | {"optimizer": NAME.SCHEDULE_FREE_ADAMW, "optimizer_state_dtype": StateDtype.BF16},
+            CONSTANT | {"optimizer": NAME.SCHEDULE_FREE_ADAMW, "optimizer_state_dtype": OptimizerStateDtype.BF16},
             ["keeps its states in fp32", "optimizer_state_dtype=bf16"],
         ),
         (TrainingConfig, {"train_iters": 0}, ["train_iters=0"]),

@@ -7,19 +7,19 @@ from pathlib import Path
 import pytest
 
 from megatron.optimus.config.schema import ConfigError
-from megatron.optimus.launcher.cluster import Scheduler, detect_allocation, expand_slurm
+from megatron.optimus.launcher.cluster import BatchSystem, detect_allocation, expand_slurm
 
 
 def test_outside_of_a_job() -> None:
     found = detect_allocation({"HOME": "/"})
-    assert (found.scheduler, found.hosts) == (Scheduler.NONE, ())
+    assert (found.scheduler, found.hosts) == (BatchSystem.NONE, ())
 
 
 def test_pbs_names_a_node_once_for_each_chunk(tmp_path: Path) -> None:
     nodes = tmp_path / "nodes"
     nodes.write_text("x1.domain\nx1.domain\nx2.domain\n\n")
     found = detect_allocation({"PBS_NODEFILE": str(nodes)})
-    assert (found.scheduler, found.hosts) == (Scheduler.PBS, ("x1.domain", "x2.domain"))
+    assert (found.scheduler, found.hosts) == (BatchSystem.PBS, ("x1.domain", "x2.domain"))
 
 
 @pytest.mark.parametrize("content", [None, "\n"])
@@ -33,7 +33,7 @@ def test_an_unusable_node_file(tmp_path: Path, content: str | None) -> None:
 
 def test_slurm_also_says_how_many_devices() -> None:
     found = detect_allocation({"SLURM_JOB_NODELIST": "gpu[1-2]", "SLURM_GPUS_ON_NODE": "4"})
-    assert (found.scheduler, found.hosts, found.devices_per_node) == (Scheduler.SLURM, ("gpu1", "gpu2"), 4)
+    assert (found.scheduler, found.hosts, found.devices_per_node) == (BatchSystem.SLURM, ("gpu1", "gpu2"), 4)
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from megatron.optimus.config.schema import ConfigError
-from megatron.optimus.launcher.cluster import AURORA, GENERIC, Allocation, Scheduler
+from megatron.optimus.launcher.cluster import AURORA, GENERIC, Allocation, BatchSystem
 from megatron.optimus.launcher.command import LaunchMethod, LaunchOptions, Mpi, build_launch
 
-PBS = Allocation(Scheduler.PBS, tuple(f"x{n}.hostmgmt.site" for n in range(5)))
-SLURM = Allocation(Scheduler.SLURM, ("g1", "g2", "g3"), devices_per_node=8)
-NOWHERE = Allocation(Scheduler.NONE, ())
+PBS = Allocation(BatchSystem.PBS, tuple(f"x{n}.hostmgmt.site" for n in range(5)))
+SLURM = Allocation(BatchSystem.SLURM, ("g1", "g2", "g3"), devices_per_node=8)
+NOWHERE = Allocation(BatchSystem.NONE, ())
 
 
 def value_after(words: list[str], flag: str) -> str:

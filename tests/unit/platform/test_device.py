@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from megatron.optimus.config.schema import Backend, ConfigError, Device
+from megatron.optimus.config.schema import ConfigError, Device, DistributedBackend
 from megatron.optimus.platform import device as device_module
 from megatron.optimus.platform import older_stacks
 from megatron.optimus.platform.device import (
@@ -104,13 +104,13 @@ def test_torch_says_what_it_is_built_for(monkeypatch: pytest.MonkeyPatch) -> Non
     assert device_module.build() == "CPUs" and not device_module.is_rocm()
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     line = f"torch {torch.__version__} built for CUDA 13.0, device cuda, collectives by nccl"
-    assert device_module.start_line(torch.device("cuda", 1), Backend.AUTO) == line
+    assert device_module.start_line(torch.device("cuda", 1), DistributedBackend.AUTO) == line
     monkeypatch.setattr(torch.version, "hip", "6.4.43483")
     assert device_module.is_rocm() and device_module.build() == "ROCm 6.4.43483"
     line = f"torch {torch.__version__} built for ROCm 6.4.43483, device cuda, collectives by RCCL (nccl)"
-    assert device_module.start_line(torch.device("cuda", 1), Backend.AUTO) == line
+    assert device_module.start_line(torch.device("cuda", 1), DistributedBackend.AUTO) == line
     monkeypatch.setattr(older_stacks, "load_ipex", lambda: "intel-extension-for-pytorch 2.8.0 (its kernels)")
-    assert device_module.start_line(CPU, Backend.AUTO).endswith(
+    assert device_module.start_line(CPU, DistributedBackend.AUTO).endswith(
         "by gloo; intel-extension-for-pytorch 2.8.0 (its kernels)"
     )
 
@@ -125,18 +125,18 @@ def test_missing_devices_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_backends() -> None:
     for kind, backend in (("cuda", "nccl"), ("xpu", "xccl"), ("cpu", "gloo")):
-        assert backend_for(torch.device(kind), Backend.AUTO) == backend
-        assert backend_for(torch.device(kind), Backend.GLOO) == "gloo"
-        assert backend_for(torch.device(kind), Backend(backend)) == backend
-    assert backend_for(MPS, Backend.AUTO) == "gloo"
+        assert backend_for(torch.device(kind), DistributedBackend.AUTO) == backend
+        assert backend_for(torch.device(kind), DistributedBackend.GLOO) == "gloo"
+        assert backend_for(torch.device(kind), DistributedBackend(backend)) == backend
+    assert backend_for(MPS, DistributedBackend.AUTO) == "gloo"
     with pytest.raises(ConfigError, match="distributed_backend=ccl does not serve cuda; use nccl or auto"):
-        backend_for(torch.device("cuda"), Backend.CCL)
+        backend_for(torch.device("cuda"), DistributedBackend.CCL)
     with pytest.raises(
         ConfigError, match=r"distributed_backend=ccl: oneccl_bindings_for_pytorch is not .*; or use gloo"
     ):
-        backend_for(CPU, Backend.CCL)
+        backend_for(CPU, DistributedBackend.CCL)
     with pytest.raises(ConfigError, match="distributed_backend=nccl does not serve cpu; use gloo or auto"):
-        backend_for(CPU, Backend.NCCL)
+        backend_for(CPU, DistributedBackend.NCCL)
 
 
 def test_cpu_calls_do_nothing_and_do_not_fail() -> None:

@@ -48,6 +48,7 @@ WORDS = {
     "tune-kernels": "--preset mula-tiny",
     "average": "runs/a runs/b --out {folder}/soup",
     "coordinate-check": "--preset mula-tiny --widths 64,128",
+    "drill": "--out {folder}/drill --count 1",
     "lr-find": "--preset mula-tiny --data-path corpus",
     "preflight": "--nproc-per-node 1 --save {folder}",
     "sweep": "--vary lr=1e-3,1e-2 --run-dir {folder}/sweep -- --preset mula-tiny --data-path corpus",

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.optimus.config.schema import Backend, ConfigError
+from megatron.optimus.config.schema import ConfigError, DistributedBackend
 from megatron.optimus.platform.environment import Launcher, RankEnvironment, detect, free_port
 from megatron.optimus.platform.process_groups import init, lost_peer_reason, shutdown
 
@@ -28,30 +28,30 @@ def leave() -> Iterator[None]:
 
 
 def test_one_process() -> None:
-    init(detect({}), CPU, Backend.AUTO, MINUTE)
+    init(detect({}), CPU, DistributedBackend.AUTO, MINUTE)
     assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (0, 1, "gloo")
     total = torch.tensor([3.0])
     dist.all_reduce(total)
     assert total.item() == 3.0
     with pytest.raises(RuntimeError, match="already"):
-        init(detect({}), CPU, Backend.AUTO, MINUTE)
+        init(detect({}), CPU, DistributedBackend.AUTO, MINUTE)
     shutdown()
     assert not dist.is_initialized()
     shutdown()  # a second time does nothing
-    init(detect({}), CPU, Backend.AUTO, MINUTE)  # and another start works
+    init(detect({}), CPU, DistributedBackend.AUTO, MINUTE)  # and another start works
 
 
 def test_a_rank_that_is_gone_is_told_from_other_errors() -> None:
     program = textwrap.dedent("""
         import os, sys, torch, torch.distributed as dist
         from datetime import timedelta
-        from megatron.optimus.config.schema import Backend
+        from megatron.optimus.config.schema import DistributedBackend
         from megatron.optimus.platform import process_groups
         from megatron.optimus.platform.environment import RankEnvironment, Launcher
         from megatron.optimus.platform.process_exit import exit_process
         rank = int(sys.argv[1])
         launch = RankEnvironment(rank, 2, rank, 2, "127.0.0.1", int(sys.argv[2]), Launcher.MPI)
-        process_groups.init(launch, torch.device("cpu"), Backend.AUTO, timedelta(seconds=60))
+        process_groups.init(launch, torch.device("cpu"), DistributedBackend.AUTO, timedelta(seconds=60))
         dist.all_reduce(torch.ones(1))
         if rank == 1:
             os._exit(0)
@@ -73,13 +73,13 @@ def test_two_processes_without_torchrun() -> None:
     program = textwrap.dedent("""
         import sys, torch, torch.distributed as dist
         from datetime import timedelta
-        from megatron.optimus.config.schema import Backend
+        from megatron.optimus.config.schema import DistributedBackend
         from megatron.optimus.platform import process_groups
         from megatron.optimus.platform.environment import RankEnvironment, Launcher
         from megatron.optimus.platform.process_exit import exit_process
         rank = int(sys.argv[1])
         launch = RankEnvironment(rank, 2, rank, 2, "127.0.0.1", int(sys.argv[2]), Launcher.MPI)
-        process_groups.init(launch, torch.device("cpu"), Backend.AUTO, timedelta(seconds=60))
+        process_groups.init(launch, torch.device("cpu"), DistributedBackend.AUTO, timedelta(seconds=60))
         total = torch.tensor([float(rank + 1)])
         dist.all_reduce(total)
         process_groups.shutdown()
@@ -98,7 +98,7 @@ def test_two_processes_without_torchrun() -> None:
 def test_ranks_that_do_not_come() -> None:
     launch = RankEnvironment(0, 2, 0, 2, "127.0.0.1", free_port(), Launcher.SLURM)
     with pytest.raises(ConfigError) as info:
-        init(launch, CPU, Backend.AUTO, timedelta(seconds=1))
+        init(launch, CPU, DistributedBackend.AUTO, timedelta(seconds=1))
     for part in ("rank 0 of 2 (slurm)", f"127.0.0.1:{launch.master_port}", "within 1 s", "all ranks were started"):
         assert part in str(info.value)
 
@@ -109,11 +109,11 @@ def test_a_port_that_is_taken() -> None:
         taken.listen()
         launch = RankEnvironment(0, 1, 0, 1, "127.0.0.1", taken.getsockname()[1], Launcher.TORCHRUN)
         with pytest.raises(ConfigError, match=r"MASTER_PORT is free"):
-            init(launch, CPU, Backend.AUTO, timedelta(seconds=2))
-        init(dataclasses.replace(launch, launcher=Launcher.ALONE), CPU, Backend.AUTO, MINUTE)  # meets nobody
+            init(launch, CPU, DistributedBackend.AUTO, timedelta(seconds=2))
+        init(dataclasses.replace(launch, launcher=Launcher.ALONE), CPU, DistributedBackend.AUTO, MINUTE)  # meets nobody
         shutdown()
 
 
 def test_a_backend_that_does_not_serve_the_device() -> None:
     with pytest.raises(ConfigError, match="use gloo or auto"):
-        init(detect({}), CPU, Backend.NCCL, MINUTE)
+        init(detect({}), CPU, DistributedBackend.NCCL, MINUTE)

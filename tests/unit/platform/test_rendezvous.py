@@ -25,7 +25,7 @@ _ROOT = Path(__file__).parents[3]
 _LISTENERS = """
     import json, os, socket, struct, sys, torch, torch.distributed as dist
     from datetime import timedelta
-    from megatron.optimus.config.schema import Backend
+    from megatron.optimus.config.schema import DistributedBackend
     from megatron.optimus.platform import environment, process_groups
 
     def listeners():
@@ -44,7 +44,7 @@ _LISTENERS = """
                     yield socket.inet_ntop(family, b"".join(words))
 
     timeout = timedelta(seconds=60)
-    process_groups.init(environment.detect(), torch.device("cpu"), Backend.AUTO, timeout)
+    process_groups.init(environment.detect(), torch.device("cpu"), DistributedBackend.AUTO, timeout)
     total = torch.ones(1)
     dist.all_reduce(total)
     found = sorted(set(listeners()))

@@ -5,7 +5,7 @@ processes: ``read_batches`` cuts files into batches that know where they come fr
 documents. A batch of uncompressed JSON lines is a range of bytes, which ``parse_batch`` reads itself: no line goes
 through a pipe between processes.
 
-A new format needs a member of ``Format``, its suffix in ``SUFFIXES`` and ``format_of``, a generator of batches that
+A new format needs a member of ``FileFormat``, its suffix in ``SUFFIXES`` and ``format_of``, a generator of batches that
 ``read_batches`` calls, and a case in ``_parse_entry``. Documents keep the order of the file.
 """
 
@@ -44,7 +44,7 @@ _MAX_FAILURES = 16  # of the fast parser in a batch, before the slow one takes t
 _SKIP_HINT = "repair the line, or pass --skip-malformed to skip such lines"
 
 
-class Format(Enum):
+class FileFormat(Enum):
     """Format of an input file."""
 
     JSON_LINES = "JSON lines"
@@ -71,7 +71,7 @@ class LineBatch:
     rows: list[list[object]] | None = None  # the values of a parquet file's columns
     source: FileRange | None = None  # bytes still to be read: the batch is the lines that begin in this range
     limit: int = 0  # with ``source``: the byte by which its last line ends
-    format: Format = Format.JSON_LINES
+    format: FileFormat = FileFormat.JSON_LINES
     position: int = 0  # bytes of the file range up to the batch's end, for progress
     max_line_bytes: int = MAX_LINE_BYTES  # with ``source``: a longer line is refused
 
@@ -126,17 +126,17 @@ def _is_readable(path: Path) -> bool:
     return path.is_file() and _inner_suffix(path) in SUFFIXES
 
 
-def format_of(path: Path) -> Format:
+def format_of(path: Path) -> FileFormat:
     """Returns the format of a file by its suffix: JSON lines, if the suffix is unknown."""
     suffix = _inner_suffix(path)
-    return Format.PARQUET if suffix == ".parquet" else Format.TEXT if suffix in _TEXT else Format.JSON_LINES
+    return FileFormat.PARQUET if suffix == ".parquet" else FileFormat.TEXT if suffix in _TEXT else FileFormat.JSON_LINES
 
 
 def split_file(path: Path, max_bytes: int) -> list[FileRange]:
     """Cuts a file at line ends into ranges of about ``max_bytes``; one range if its format cannot be cut."""
     size = path.stat().st_size
     whole = FileRange(str(path), 0, size)
-    if format_of(path) is not Format.JSON_LINES or path.suffix in COMPRESSED or size <= max_bytes:
+    if format_of(path) is not FileFormat.JSON_LINES or path.suffix in COMPRESSED or size <= max_bytes:
         return [whole]
     count = -(-size // max_bytes)
     cuts = [0]
@@ -292,9 +292,9 @@ def read_batches(
         source = _whole(file) if isinstance(file, Path) else file
         path = Path(source.path)
         kind = format_of(path)
-        if kind is Format.PARQUET:
+        if kind is FileFormat.PARQUET:
             batches = _parquet_batches(path, keys)
-        elif kind is Format.TEXT:
+        elif kind is FileFormat.TEXT:
             batches = _text_batches(path, max_line_bytes)
         elif path.suffix in COMPRESSED:
             batches = _archive_batches(path, max_line_bytes)
@@ -346,7 +346,7 @@ def _text_batches(path: Path, max_line_bytes: int) -> Iterator[LineBatch]:
         content = open_stream(path, raw).read(max_line_bytes + 1)
         _refuse_longer(len(content), max_line_bytes, str(path))
     if content:
-        yield LineBatch(str(path), content=content, format=Format.TEXT)
+        yield LineBatch(str(path), content=content, format=FileFormat.TEXT)
 
 
 def _parquet_batches(path: Path, keys: Sequence[str]) -> Iterator[LineBatch]:
@@ -364,7 +364,7 @@ def _parquet_batches(path: Path, keys: Sequence[str]) -> Iterator[LineBatch]:
         for batch in table.iter_batches(batch_size=256, columns=list(keys)):
             rows = [list(row) for row in zip(*(batch.column(key).to_pylist() for key in keys), strict=True)]
             done = total * (first + len(rows)) // max(1, table.metadata.num_rows)
-            yield LineBatch(str(path), first, rows=rows, format=Format.PARQUET, position=done)
+            yield LineBatch(str(path), first, rows=rows, format=FileFormat.PARQUET, position=done)
             first += len(rows)
 
 
@@ -487,10 +487,10 @@ def parse_batch(batch: LineBatch, keys: Sequence[str], skip_malformed: bool = Fa
         entries: Iterable[Any] = batch.rows or []
         size = sum(len(value) for row in entries for value in row if isinstance(value, str))
     else:
-        entries = [content] if batch.format is Format.TEXT else _lines_of(content, keys)
+        entries = [content] if batch.format is FileFormat.TEXT else _lines_of(content, keys)
         size = len(content)
     parsed = ParsedBatch(num_bytes=size)
-    documents, is_json = parsed.documents, batch.format is Format.JSON_LINES
+    documents, is_json = parsed.documents, batch.format is FileFormat.JSON_LINES
     for number, entry in enumerate(entries, start=batch.first_line):
         if is_json and type(entry) is list:
             documents.append(entry)
@@ -505,13 +505,13 @@ def parse_batch(batch: LineBatch, keys: Sequence[str], skip_malformed: bool = Fa
     return parsed
 
 
-def _parse_entry(entry: Any, keys: Sequence[str], kind: Format, *, is_first: bool) -> list[str]:
+def _parse_entry(entry: Any, keys: Sequence[str], kind: FileFormat, *, is_first: bool) -> list[str]:
     """Texts of a line, a row or a file. Raises ValueError with the reason."""
-    if kind is Format.PARQUET:
+    if kind is FileFormat.PARQUET:
         return [_checked_text(key, value) for key, value in zip(keys, entry, strict=True)]
     if is_first:
         entry = entry.removeprefix(b"\xef\xbb\xbf")  # byte-order mark of some editors
-    return (_parse_text if kind is Format.TEXT else _parse_line)(entry, keys)
+    return (_parse_text if kind is FileFormat.TEXT else _parse_line)(entry, keys)
 
 
 def read_documents(

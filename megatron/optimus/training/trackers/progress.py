@@ -18,10 +18,10 @@ _BAR_WIDTH, _LEAST_BAR_WIDTH = 24, 8
 _DECAY = 0.9  # a step's weight in the mean time of a token, behind the ETA, falls by this factor a step
 
 
-def open_tracker(run: RunContext, steps: StepRange) -> Progress:
+def open_tracker(run: RunContext, steps: StepRange) -> ProgressLine:
     """The progress of every run."""
     interval = run.config.logging.log_interval
-    return Progress(steps.last, steps.total_tokens, steps.first, interval, run.mesh.layout.world_size)
+    return ProgressLine(steps.last, steps.total_tokens, steps.first, interval, run.mesh.layout.world_size)
 
 
 @dataclass
@@ -36,7 +36,7 @@ class _Pace:
         self.seconds += seconds
 
 
-class Progress(Tracker):
+class ProgressLine(Tracker):
     """Shows steps as they end. ``close`` it, also after an error, to free the terminal."""
 
     in_background = False  # its lines stand among those of the log

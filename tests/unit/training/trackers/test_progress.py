@@ -6,18 +6,18 @@ import sys
 
 import pytest
 
-from megatron.optimus.training.trackers.progress import Progress, duration
+from megatron.optimus.training.trackers.progress import ProgressLine, duration
 from tests.unit.training.test_metrics import metrics
 
 
-def run(progress: Progress, last: int) -> None:
+def run(progress: ProgressLine, last: int) -> None:
     for step in range(1, last + 1):
         progress.log(metrics(step, valid_loss=3.25 if step == 5 else None))
     progress.close()
 
 
 def test_plain_lines_where_output_is_not_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    run(Progress(total_steps=9, total_tokens=900, log_interval=4, num_devices=3), 9)
+    run(ProgressLine(total_steps=9, total_tokens=900, log_interval=4, num_devices=3), 9)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["step=4", "step=5", "step=8", "step=9"]  # 5: validated, 9: the last
     assert lines[0] == "step=4 loss=2.0000 lr=1.000e-03 grad_norm=0.100 tokens/s=600 eta=0:01"
@@ -26,7 +26,7 @@ def test_plain_lines_where_output_is_not_a_terminal(capsys: pytest.CaptureFixtur
 
 def test_eta_follows_the_time_of_a_token(capsys: pytest.CaptureFixture[str]) -> None:
     """Steps of 100 tokens so far; those to come may be larger, which the tokens still to come know."""
-    progress = Progress(total_steps=80, total_tokens=10_100)
+    progress = ProgressLine(total_steps=80, total_tokens=10_100)
     progress.log(metrics(1, tokens_per_second_per_device=10.0))  # the first step pays for warming up
     for step in range(2, 60):
         progress.log(metrics(step, tokens_per_second_per_device=100.0))
@@ -58,7 +58,7 @@ def test_a_live_line_on_a_terminal_below_the_log_lines(
     monkeypatch.setattr("rich._console", None)  # the one of the process keeps its width
     terminal = Terminal()
     monkeypatch.setattr(sys, "stdout", terminal)
-    run(Progress(total_steps=6, total_tokens=600, first_step=0, log_interval=2), 6)
+    run(ProgressLine(total_steps=6, total_tokens=600, first_step=0, log_interval=2), 6)
     assert sys.stdout is terminal  # given back
     text = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", terminal.getvalue()).replace("\r", "\n")
     lines = [line.rstrip() for line in text.splitlines() if line.strip()]
@@ -72,7 +72,7 @@ def test_a_terminal_without_rich_gets_plain_lines(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     terminal = Terminal()
     monkeypatch.setattr(sys, "stdout", terminal)
-    run(Progress(total_steps=2, total_tokens=200), 2)
+    run(ProgressLine(total_steps=2, total_tokens=200), 2)
     assert terminal.getvalue().startswith("step=1 loss=8.0000 ")
 
 

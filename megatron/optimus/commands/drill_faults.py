@@ -1,0 +1,274 @@
+"""The faults that ``optimus drill`` injects: what each does to a run, how the run tells of it, and what is promised."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import re
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from megatron.optimus.checkpoint import commit
+from megatron.optimus.platform import heartbeat, memory_slots
+
+_POLL_SECONDS = 0.002
+
+
+class LaunchEnded(Exception):
+    """The launcher has ended while a fault waited for its moment."""
+
+
+@dataclass
+class Target:
+    """A run under ``optimus launch`` on this machine, as a fault sees it."""
+
+    launcher: int  # process id
+    num_ranks: int
+    ranks_per_node: int  # of a simulated node
+    run_dir: Path
+    log: Path  # of the launcher and its ranks
+    data: Path  # the token file
+    hooks: Path  # OPTIMUS_DRILL_FOLDER
+    rng: random.Random
+    is_alive: Callable[[], bool]
+    victims: list[int] = field(default_factory=list)  # ranks that are to be named
+    begun: float = 0.0  # time.time() of the fault
+    log_size: int = 0  # bytes of the log before the fault
+
+    def wait(self, condition: Callable[[], bool]) -> None:
+        """Waits for a moment. Raises LaunchEnded where it does not come any more."""
+        while not condition():
+            if not self.is_alive():
+                raise LaunchEnded
+            time.sleep(_POLL_SECONDS)
+
+    def ranks(self) -> list[int]:
+        """Process ids in rank order: the launcher's fork server forks them."""
+        return [rank for server in children(self.launcher) for rank in children(server)]
+
+    def agent_folder(self) -> Path | None:
+        """The launcher's folder of heartbeats."""
+        with contextlib.suppress(OSError):
+            for link in Path(f"/proc/{self.launcher}/fd").iterdir():
+                path = Path(os.path.realpath(link))
+                if path.name == heartbeat.ALIVE:
+                    return path.parent
+        return None
+
+    def is_starting(self, before: list[int]) -> bool:
+        """Whether all ranks are other processes than ``before`` and none has begun a step."""
+        folder, pids = self.agent_folder(), self.ranks()
+        if folder is None or len(pids) < self.num_ranks or set(pids) & set(before):
+            return False
+        beats = [heartbeat.read(folder / f"rank-{rank}") for rank in range(self.num_ranks)]
+        return all(beat is not None and beat.step < 0 for beat in beats)
+
+    def is_writing(self) -> bool:
+        """Whether a checkpoint is being written to disk."""
+        with contextlib.suppress(OSError):
+            return any(".tmp-" in name for name in os.listdir(self.run_dir / "checkpoints"))
+        return False
+
+    def newest_save(self) -> int:
+        """The step of the newest checkpoint on disk; -1 without one."""
+        with contextlib.suppress(OSError):
+            return max((one.step for one in commit.list_committed(self.run_dir / "checkpoints")), default=-1)
+        return -1
+
+    def begin(self, victims: list[int]) -> None:
+        """Call right before the fault; of two in turn the last one counts."""
+        self.victims, self.begun, self.log_size = victims, time.time(), self.log.stat().st_size
+
+    def send(self, number: int, victims: list[int]) -> None:
+        """Sends a signal to these ranks."""
+        pids = self.ranks()
+        self.begin(victims)
+        for rank in victims:
+            os.kill(pids[rank], number)
+
+
+def children(pid: int) -> list[int]:
+    """Processes that this one has started."""
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A kind of fault."""
+
+    name: str
+    what: str
+    promise: str
+    strike: Callable[[Target], Callable[[], None] | None]  # returns what undoes it, once it was noticed
+    notice: str  # pattern of the line that tells of it; its first group is the rank
+    restarts: bool = True  # the ranks are started again
+    exact: bool = True  # the run ends bit-identical to an undisturbed one
+    names: bool = True  # the line names the rank
+    at_start: bool = False  # needs a run that has just been started
+    by_command: bool = False  # the same command has to be given again
+    alone: bool = False  # in a run of its own
+
+
+def _signal(target: Target, number: int, count: int = 1) -> None:
+    target.send(number, target.rng.sample(range(target.num_ranks), count))
+
+
+def _kill_at_start(target: Target) -> None:
+    target.wait(partial(target.is_starting, []))
+    time.sleep(target.rng.uniform(0.0, 0.3))
+    _signal(target, signal.SIGKILL)
+
+
+def _kill_in_save(target: Target) -> None:
+    target.wait(target.is_writing)
+    _signal(target, signal.SIGKILL)
+
+
+def _kill_in_recovery(target: Target) -> None:
+    before = target.ranks()
+    _signal(target, signal.SIGKILL)
+    target.wait(partial(target.is_starting, before))
+    time.sleep(target.rng.uniform(0.0, 0.3))
+    _signal(target, signal.SIGKILL)
+
+
+def _kill_launcher(target: Target) -> None:
+    target.begin([])
+    os.kill(target.launcher, signal.SIGKILL)
+
+
+def _lose_node(target: Target) -> None:
+    """SIGKILL for the ranks of a simulated node, and clears its memory. The launcher lives on."""
+    node = target.rng.randrange(target.num_ranks // target.ranks_per_node)
+    ranks = list(range(node * target.ranks_per_node, (node + 1) * target.ranks_per_node))
+    folder = target.agent_folder()
+    target.send(signal.SIGKILL, ranks)
+    for path in [path for rank in ranks for path in sorted(folder.glob(f"memory/rank-{rank}.*"))] if folder else []:
+        memory_slots.MemorySlot(path).clear()
+
+
+def _hook(target: Target, words: str) -> None:
+    """Asks a rank for a fault (training/drill.py)."""
+    rank = target.rng.randrange(target.num_ranks)
+    target.begin([rank])
+    fresh = target.hooks / f"new-{rank}"
+    fresh.write_text(words, encoding="utf-8")
+    os.replace(fresh, target.hooks / f"rank-{rank}")
+
+
+def _flip(target: Target) -> None:
+    _hook(target, f"flip {target.rng.randrange(1 << 30)} {target.rng.randrange(31)}")
+
+
+def _vanish(target: Target) -> Callable[[], None]:
+    """A file is in the place of the folder of checkpoints until the run has noticed it."""
+    folder = target.run_dir / "checkpoints"
+    away = folder.with_name("checkpoints.away")
+    target.begin([])
+    os.replace(folder, away)
+    folder.write_text("not a folder\n", encoding="utf-8")
+
+    def undo() -> None:
+        folder.unlink()
+        os.replace(away, folder)
+
+    return undo
+
+
+def _forbid(target: Target) -> Callable[[], None]:
+    folder = target.run_dir / "checkpoints"
+    target.begin([])
+    folder.chmod(0o500)
+    return partial(folder.chmod, 0o700)
+
+
+def _cut(target: Target) -> Callable[[], None]:
+    """The second half of the token file is gone until the run has ended."""
+    content = target.data.read_bytes()
+    target.begin([])
+    os.truncate(target.data, len(content) // 2)
+
+    def undo() -> None:
+        target.data.write_bytes(content)
+
+    return undo
+
+
+_KILLED, _SAVE_FAILED = r"error: rank (\d+) ended with signal SIG(?:KILL|SEGV)", r"training goes on"
+_AGAIN = "restart from memory or disk, bit-identical, the rank is named"
+FAULTS = {
+    one.name: one
+    for one in (
+        Fault("kill", "SIGKILL of a rank in a step", _AGAIN, partial(_signal, number=signal.SIGKILL), _KILLED),
+        Fault("kill-start", "SIGKILL of a rank before the first step", _AGAIN, _kill_at_start, _KILLED, at_start=True),
+        Fault("kill-save", "SIGKILL of a rank while a checkpoint is written", _AGAIN, _kill_in_save, _KILLED),
+        Fault("kill-recovery", "SIGKILL, and again while the ranks start", _AGAIN, _kill_in_recovery, _KILLED),
+        Fault("kill-two", "SIGKILL of two ranks", _AGAIN, partial(_signal, number=signal.SIGKILL, count=2), _KILLED),
+        Fault("segv", "SIGSEGV of a rank", _AGAIN, partial(_signal, number=signal.SIGSEGV), _KILLED),
+        Fault(
+            *("stop", "SIGSTOP of a rank", _AGAIN, partial(_signal, number=signal.SIGSTOP)),
+            notice=r"rank (\d+) \(process \d+\): stopped by a signal",
+        ),
+        Fault(
+            *(
+                "launcher",
+                "SIGKILL of the launcher",
+                "its ranks save and leave; the same command goes on, bit-identical",
+            ),
+            *(_kill_launcher, r"asked to stop: saving step"),
+            names=False,
+            by_command=True,
+        ),
+        Fault("node", "SIGKILL of a node's ranks, its memory lost", _AGAIN, _lose_node, _KILLED),
+        Fault(
+            *("flip", "a bit of a master weight flips", "exit code 5, the rank is named, restart from before it"),
+            *(_flip, r"silent data corruption[^\n]*?rank (\d+)"),
+        ),
+        Fault(
+            *("nan", "a rank computes NaN until its process ends", "exit code 4, the rank is named, restart"),
+            *(partial(_hook, words="nan"), r"error[^\n]*?on rank (\d+)"),
+            exact=False,
+            alone=True,
+        ),
+        Fault(
+            *("slow", "a rank sleeps 0.3 s in each of 25 steps", "the rank is named, nothing is restarted"),
+            *(partial(_hook, words="slow 0.3 25"), r"rank (\d+) on \S+ is a straggler"),
+            restarts=False,
+        ),
+        Fault(
+            *("disk-vanished", "no folder of checkpoints for some time", "training goes on, and saves when it is back"),
+            *(_vanish, _SAVE_FAILED),
+            restarts=False,
+            names=False,
+        ),
+        Fault(
+            *("disk-read-only", "a read-only folder for some time", "training goes on, and saves when it is writable"),
+            *(_forbid, _SAVE_FAILED),
+            restarts=False,
+            names=False,
+        ),
+        Fault(
+            *("data-cut", "the token file is cut", "the file is named, exit code 2; mended, the same command goes on"),
+            *(_cut, r"error[^\n]*tokens"),
+            names=False,
+            by_command=True,
+            alone=True,
+        ),
+    )
+}
+
+
+def named(text: str, fault: Fault) -> tuple[bool, int | None]:
+    """Whether the log tells of the fault, and the rank that it names."""
+    match = re.search(fault.notice, text)
+    if match is None:
+        return False, None
+    return True, int(match[1]) if match.re.groups else None
