@@ -44,15 +44,18 @@ class DeepSpeedFiles:
 
     @property
     def round_robin_bit16_groups(self) -> list[list[nn.Parameter]]:
-        """The parameters by group, from which the engine records shapes."""
-        return self._whole.bit16_groups
+        """The parameters by flat buffer, from which the engine records shapes for zero_to_fp32."""
+        return [stock_files.stored_params(flat_buffer) for flat_buffer in self._whole.flat_buffers]
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns this rank's shards and their layout. Raises RuntimeError while states are on the host."""
+        """Returns this rank's shards, their layout and the fields that DeepSpeed's scripts read.
+
+        Raises RuntimeError while states are on the host.
+        """
         optimizer = self._whole
         optimizer.require_on_device("state_dict", "hp_params", "lp_params", "optim_states")
         optimizer.wait_for_params()
-        return sharded_state.state_dict(optimizer)
+        return stock_files.add_stock_fields(optimizer, sharded_state.state_dict(optimizer))
 
     @torch.no_grad()
     def load_state_dict(
@@ -119,6 +122,7 @@ class DeepSpeedFiles:
         optimizer = self._whole
         rank = dist.get_rank(optimizer.groups.dense)
         own = state_dict_list[rank] if state_dict_list is not None and rank < len(state_dict_list) else None
+        own = stock_files.ours_in(own)
         run_on_all_ranks(lambda: sharded_state.check_state_dict(optimizer, own), world_group())
         return own
 

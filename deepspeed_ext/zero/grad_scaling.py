@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from torch import Tensor
 
 from deepspeed_ext.optimizers.base import StepScalars
@@ -153,6 +154,14 @@ class LossScale:
             self.scale = torch.full_like(self.scale, state["scale"])
             self._clean = torch.full_like(self.scale, state["clean_steps"])
             self._left = torch.full_like(self.scale, state["hysteresis_left"])
+
+
+class NoLossScale(LossScaler):
+    """What clients find as ``loss_scaler`` without fp16, DeepSpeed's class: a scale of 1 that costs nothing."""
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """Returns the loss itself."""
+        return loss
 
 
 def loss_scale_state(scaler: Any) -> dict[str, float] | None:

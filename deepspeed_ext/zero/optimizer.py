@@ -37,7 +37,7 @@ from deepspeed_ext.zero import deepspeed_api, gradient_noise, sharded_state
 from deepspeed_ext.zero.bucket import Bucket
 from deepspeed_ext.zero.deepspeed_api import DeepSpeedFiles
 from deepspeed_ext.zero.flat_buffer import FlatBuffer, build_flat_buffers, norm_groups
-from deepspeed_ext.zero.grad_scaling import StepState, global_norm, summed_over, total_of_squares
+from deepspeed_ext.zero.grad_scaling import NoLossScale, StepState, global_norm, summed_over, total_of_squares
 from deepspeed_ext.zero.gradient_hooks import GradientReducer
 from deepspeed_ext.zero.offload import HostStates
 from deepspeed_ext.zero.options import ZeroOptions
@@ -133,8 +133,8 @@ class EPZeroOptimizer(DeepSpeedFiles, ZeROOptimizer):
         self.clip_grad, self.skip_above = self.options.max_norm, math.inf
         self.custom_loss_scaler = False
         self.external_loss_scale = self.torch_autocast_gradscaler = None
-        self.loss_scaler = self._state.loss_scale
-        self.dynamic_loss_scale = self.loss_scaler is not None and self.loss_scaler.is_dynamic
+        self.loss_scaler = self._state.loss_scale or NoLossScale(scale=1.0)
+        self.dynamic_loss_scale = self._state.loss_scale is not None and self._state.loss_scale.is_dynamic
         self.dp_process_group = self.groups.dense
 
     def is_spread(self, expert_group: str | None) -> bool:
@@ -147,12 +147,12 @@ class EPZeroOptimizer(DeepSpeedFiles, ZeROOptimizer):
 
     def needs_scaler(self) -> bool:
         """Whether a backward must start from ``engine.scale(loss)`` (``engine.backward`` does it itself)."""
-        return self.loss_scaler is not None
+        return self._state.loss_scale is not None
 
     @property
     def loss_scale(self) -> float:
         """The factor on the next loss, 1 without fp16. Waits for the device."""
-        return 1.0 if self.loss_scaler is None else float(self.loss_scaler.scale.item())
+        return self.loss_scaler.cur_scale
 
     @property
     def cur_scale(self) -> float:
@@ -165,12 +165,12 @@ class EPZeroOptimizer(DeepSpeedFiles, ZeROOptimizer):
 
         Reading waits for the device. Setting None, or setting it without fp16, changes nothing.
         """
-        return None if self.loss_scaler is None else self.loss_scaler.state_dict()
+        return None if self._state.loss_scale is None else self._state.loss_scale.state_dict()
 
     @loss_scale_state.setter
     def loss_scale_state(self, state: Mapping[str, float] | None) -> None:
-        if self.loss_scaler is not None and state is not None:
-            self.loss_scaler.load_state_dict(state)
+        if self._state.loss_scale is not None and state is not None:
+            self._state.loss_scale.load_state_dict(state)
 
     # ---- gradients
 

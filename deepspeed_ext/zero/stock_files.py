@@ -1,16 +1,23 @@
-"""Reads the optimizer's files of DeepSpeed's own ZeRO-1 and ZeRO-2 into EPZeroOptimizer.
+"""The optimizer's files of DeepSpeed's own ZeRO-1 and ZeRO-2: reads them, and writes their fields into ours.
 
 A rank's file holds, for each parameter group, one flat part of the fp32 masters and states, and where in it the
 fragment of each parameter lies. The fragments of all ranks, in the order of ranks, are the flattened parameter.
+
+Ours holds the same for each flat buffer, so that ``zero_to_fp32`` and ``ds_to_universal`` read it. A rank owns one
+shard of every bucket there, and the flat buffer is put together bucket by bucket: ``FlatPartition``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from deepspeed import __version__ as deepspeed_version
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor
 
 from deepspeed_ext.groups import world_group
@@ -18,8 +25,11 @@ from deepspeed_ext.zero.grad_scaling import loss_scale_state
 from deepspeed_ext.zero.sync_errors import gather, run_on_all_ranks
 
 if TYPE_CHECKING:
+    from deepspeed_ext.zero.flat_buffer import FlatBuffer
     from deepspeed_ext.zero.optimizer import EPZeroOptimizer
 
+_OURS = "deepspeed_ext"  # in the base optimizer's state, which ds_to_universal does not copy into its general file
+_UNIVERSAL_KINDS = ("exp_avg", "exp_avg_sq")  # ds_to_universal reads these two and no other
 _MASTERS, _MAPPINGS, _OPTIMIZER = "single_partition_of_fp32_groups", "param_slice_mappings", "base_optimizer_state"
 
 
@@ -33,7 +43,162 @@ class _Fragment(NamedTuple):
 
 def is_stock(saved: Any) -> bool:
     """Whether a rank's state dict was written by DeepSpeed's own optimizer of ZeRO-1 or ZeRO-2."""
-    return isinstance(saved, Mapping) and {_MASTERS, _MAPPINGS, _OPTIMIZER} <= saved.keys()
+    is_zero = isinstance(saved, Mapping) and {_MASTERS, _MAPPINGS, _OPTIMIZER} <= saved.keys()
+    return is_zero and _OURS not in saved[_OPTIMIZER]
+
+
+# ---- our files
+
+
+class FlatPartition(Tensor):
+    """What one rank owns of a flat buffer, as DeepSpeed's scripts take it: in the place of one flat tensor.
+
+    It shares the memory of its pieces, so a file grows by no data. It knows what the scripts do and nothing else:
+    ``narrow`` and ``clone`` of one, and ``torch.cat`` of those of all ranks, which is a tensor in the flat buffer's
+    order. Everything else is an error, so no other program takes it for the contiguous part that stock ZeRO owns.
+
+    Args:
+        pieces: one flat tensor for each bucket, the rank's shard; after ``narrow`` some are empty.
+        refusal: raised as a ValueError for every use; None: it can be used.
+    """
+
+    pieces: list[Tensor]
+    refusal: str | None
+
+    def __new__(cls, pieces: Sequence[Tensor], refusal: str | None = None) -> FlatPartition:
+        self = torch.empty(0).as_subclass(cls)
+        self.pieces, self.refusal = list(pieces), refusal
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickles the pieces, which ``torch.save`` writes once however often they are in a file."""
+        return FlatPartition, (self.pieces, self.refusal)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs ``narrow``, ``clone`` and ``cat``; raises ValueError for every other function."""
+        first = args[0] if args else None
+        parts: list[Any] = list(first) if isinstance(first, (list, tuple)) else [first]
+        for refusal in (one.refusal for one in parts if isinstance(one, FlatPartition) and one.refusal):
+            raise ValueError(refusal)
+        if func is torch.cat and all(isinstance(one, FlatPartition) for one in parts):
+            return torch.cat(
+                [piece for of_ranks in zip(*(one.pieces for one in parts), strict=True) for piece in of_ranks]
+            )
+        if func is Tensor.clone and isinstance(first, FlatPartition):
+            return FlatPartition([piece.clone() for piece in first.pieces])
+        if func is Tensor.narrow and isinstance(first, FlatPartition):
+            _, _, start, numel = args
+            starts = [0, *accumulate(piece.numel() for piece in first.pieces)]
+            return FlatPartition(
+                [
+                    piece[max(start - begin, 0) : max(start + numel - begin, 0)]
+                    for piece, begin in zip(first.pieces, starts, strict=False)
+                ]
+            )
+        raise ValueError(
+            "the optimizer's files are of deepspeed_ext; load them by an engine of deepspeed_ext.initialize, or "
+            "convert them by ds_to_universal and set checkpoint.load_universal"
+        )
+
+
+def add_stock_fields(optimizer: EPZeroOptimizer, ours: dict[str, Any]) -> dict[str, Any]:
+    """Returns a rank's state dict with ``ours`` in it and the fields that DeepSpeed's scripts read. Copies nothing.
+
+    Args:
+        optimizer: whose.
+        ours: of ``sharded_state.state_dict``; its tensors are taken.
+    """
+    shards, masters, states = iter(ours["shards"]), [], {}
+    step = torch.tensor(float(ours["step_count"]))
+    for index, flat_buffer in enumerate(optimizer.flat_buffers):
+        own = [next(shards) for _ in flat_buffer.buckets]
+        spread = None
+        if optimizer.is_spread(flat_buffer.key.expert_group):
+            spread = (
+                f"experts of {flat_buffer.key.expert_group!r} are spread over ranks, which DeepSpeed's scripts would "
+                "mix; load them by an engine of deepspeed_ext.initialize and read them by safe_get_full_fp32_param"
+            )
+        masters.append(FlatPartition([shard["master"] for shard in own], spread))
+        states[index] = {kind: _universal_state(optimizer, own, kind, spread) for kind in _UNIVERSAL_KINDS}
+        states[index]["step"] = step
+    fields = {
+        _OPTIMIZER: {
+            "state": states,
+            # Without parameters stock's engine refuses the groups, as their sizes differ.
+            "param_groups": [{**options, "params": []} for options in ours["param_groups"]],
+            _OURS: ours,
+        },
+        _MASTERS: masters,
+        _MAPPINGS: [_addresses(flat_buffer) for flat_buffer in optimizer.flat_buffers],
+        "param_alignment_paddings": [_paddings(flat_buffer) for flat_buffer in optimizer.flat_buffers],
+        "partition_count": [dist.get_world_size(optimizer.groups.dense)] * len(masters),
+        "zero_stage": optimizer.options.stage,
+        "clip_grad": optimizer.clip_grad,
+        "ds_version": deepspeed_version,
+    }
+    return fields | _stock_loss_scaler(optimizer)
+
+
+def ours_in(saved: Any) -> Any:
+    """Returns what ``add_stock_fields`` was given; what earlier versions wrote, and anything else, as it is."""
+    base = saved.get(_OPTIMIZER) if isinstance(saved, Mapping) else None
+    return base[_OURS] if isinstance(base, Mapping) and _OURS in base else saved
+
+
+def stored_params(flat_buffer: FlatBuffer) -> list[torch.nn.Parameter]:
+    """The parameters in the order of a flat buffer, without those that have no elements, as stock keeps them."""
+    return [param for param in flat_buffer.params.values() if param.numel()]
+
+
+def _universal_state(optimizer: EPZeroOptimizer, own: list[dict[str, Any]], kind: str, spread: str | None) -> Tensor:
+    tensors = [shard[kind] for shard in own if kind in shard and shard[kind].dtype == torch.float32]
+    if len(tensors) == len(own):
+        return FlatPartition(tensors, spread)
+    return FlatPartition(
+        [],
+        f"{type(optimizer.optimizer).__name__} keeps no state {kind!r} in fp32, which a universal checkpoint needs; "
+        "zero_to_fp32 gives the weights",
+    )
+
+
+def _addresses(flat_buffer: FlatBuffer) -> dict[str, fragment_address]:
+    """Where this rank's part of each parameter lies in its shards, one after the other.
+
+    A parameter that reaches into the next bucket ends with the shard and goes on at the next one's start: one range.
+    """
+    addresses: dict[str, fragment_address] = {}
+    first = 0
+    for bucket in flat_buffer.layout.buckets:
+        for part in bucket.shard_ranges(flat_buffer.rank):
+            known = addresses.setdefault(part.name, fragment_address(numel=0, start=first + part.offset))
+            known.numel += part.numel
+        first += bucket.shard_numel
+    return addresses
+
+
+def _paddings(flat_buffer: FlatBuffer) -> list[int]:
+    """Elements between each stored parameter and the next, or the end of the flat buffer."""
+    names = [name for name, param in flat_buffer.params.items() if param.numel()]
+    places = [flat_buffer.slice_of(name) for name in names]
+    starts = [*(place.start for place in places[1:]), flat_buffer.layout.numel]
+    return [start - place.stop for place, start in zip(places, starts, strict=True)]
+
+
+def _stock_loss_scaler(optimizer: EPZeroOptimizer) -> dict[str, Any]:
+    """DeepSpeed's dynamic loss scaler at the present scale, with which a universal checkpoint goes on; the opposite of
+    ``grad_scaling.loss_scale_state``."""
+    options, state = optimizer.options.loss_scale, optimizer.loss_scale_state
+    if options is None or state is None or not options.is_dynamic:
+        return {}
+    scaler = DynamicLossScaler(
+        state["scale"], options.window, options.minimum, options.hysteresis, options.refills_hysteresis
+    )
+    scaler.cur_iter, scaler.cur_hysteresis = int(state["clean_steps"]), int(state["hysteresis_left"])
+    return {"loss_scaler": scaler, "dynamic_loss_scale": True}
+
+
+# ---- stock's files
 
 
 @torch.no_grad()

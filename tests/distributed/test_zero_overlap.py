@@ -321,7 +321,7 @@ def _memory(rank: int, world: int) -> list[tuple[int, int, int]]:
         assert stated == expected, (stated, expected)
         padding = sum(f.layout.padding * width for f in optimizer.flat_buffers)
         assert sizes["padding"] >= padding
-        kept = [shard["master"] for shard in optimizer.state_dict()["shards"]]
+        kept = [shard["master"] for shard in optimizer.state_dict()["base_optimizer_state"]["deepspeed_ext"]["shards"]]
         stored = {master.untyped_storage().data_ptr(): master.untyped_storage().nbytes() for master in kept}
         owned = 4 * sum(flat_buffer.layout.shard_numel for flat_buffer in optimizer.flat_buffers)
         assert sum(stored.values()) == owned, "a file holds this rank's masters, not the buffer that they are in"

@@ -5,13 +5,16 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
-from deepspeed_ext.zero.grad_scaling import LossScale, StepState
+from deepspeed_ext.zero.grad_scaling import LossScale, StepState, loss_scale_state
 from deepspeed_ext.zero.options import LossScaleOptions, ZeroOptions
+from deepspeed_ext.zero.stock_files import _stock_loss_scaler
 
 CPU = torch.device("cpu")
 GRID = list(itertools.product((1, 2, 5), (1, 2, 3), (False, True), (1.0, 2.0**12)))
@@ -121,3 +124,18 @@ def test_a_step_never_waits_for_the_device() -> None:
 def test_bad_options(arguments: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         LossScaleOptions(**arguments)  # type: ignore[arg-type]
+
+
+def test_files_hold_deepspeeds_scaler_at_the_present_scale() -> None:
+    """A universal checkpoint made of our files goes on with it; ``loss_scale_state`` reads it back."""
+    state = {"scale": 512.0, "clean_steps": 7.0, "hysteresis_left": 1.0}
+    options = LossScaleOptions(window=20, hysteresis=3, minimum=2.0, refills_hysteresis=True)
+    optimizer: Any = SimpleNamespace(options=SimpleNamespace(loss_scale=options), loss_scale_state=state)
+    scaler = _stock_loss_scaler(optimizer)["loss_scaler"]
+    assert isinstance(scaler, DynamicLossScaler)
+    assert loss_scale_state(scaler) == state
+    assert (scaler.scale_window, scaler.min_scale, scaler.delayed_shift) == (20, 2.0, 3)
+    assert scaler.consecutive_hysteresis
+    options = LossScaleOptions(is_dynamic=False)
+    optimizer = SimpleNamespace(options=SimpleNamespace(loss_scale=options), loss_scale_state=state)
+    assert _stock_loss_scaler(optimizer) == {}
