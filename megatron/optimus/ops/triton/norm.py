@@ -15,8 +15,8 @@ from torch import Tensor
 from megatron.optimus.ops.triton import tiles
 
 MAX_WIDTH = 2**15  # of a row, which one program keeps in registers
-_TILE = 2048  # elements of a program's tile, where a row is shorter
-_PROGRAMS = 4  # of a backward, for each multiprocessor
+_TILE, _TILE_BACKWARD = 2048, 4096  # elements of a program's tile, where a row is shorter; of rms_norm's backward
+_PROGRAMS = 8  # of a backward, for each multiprocessor
 
 
 @triton.jit
@@ -163,7 +163,7 @@ def rms_norm_backward(x_NW: Tensor, weight_W: Tensor, grad_NW: Tensor, eps: floa
     """The gradients of the rows and of the weight; all contiguous."""
     rows, width = x_NW.shape
     block = triton.next_power_of_2(width)
-    tile, dx = max(1, _TILE // block), torch.empty_like(x_NW)
+    tile, dx = max(1, _TILE_BACKWARD // block), torch.empty_like(x_NW)
     programs = min(triton.cdiv(rows, tile), _most_programs(x_NW.device))
     dweight_PW = torch.empty((programs, width), dtype=torch.float32, device=x_NW.device)
     _rms_norm_backward[(programs,)](
