@@ -94,7 +94,8 @@ def prepare(data: Path, args: argparse.Namespace) -> None:
             for path in sorted(folder.rglob("*.py")):
                 content = path.read_bytes()
                 digest = hashlib.sha256(content).digest()
-                if not 200 <= len(content) <= 1_000_000 or digest in seen:
+                is_taken = int.from_bytes(digest[1:3], "big") < args.files * 65536 / 100
+                if not is_taken or not 200 <= len(content) <= 1_000_000 or digest in seen:
                     continue
                 seen.add(digest)
                 line = json.dumps({"text": content.decode(errors="replace")}) + "\n"
@@ -107,7 +108,8 @@ def prepare(data: Path, args: argparse.Namespace) -> None:
     if args.tokenizer is not None:
         shutil.copytree(args.tokenizer, data / "tokenizer", dirs_exist_ok=True)
     else:
-        _optimus("train-tokenizer", "--input", sample, "--vocab-size", "32000", "--output", data / "tokenizer")
+        vocab_size = ("--vocab-size", args.vocab_size)
+        _optimus("train-tokenizer", "--input", sample, *vocab_size, "--output", data / "tokenizer")
     _optimus(
         *("preprocess", "--input", corpus, "--output-prefix", data / "tokens", "--tokenizer-model", data / "tokenizer"),
         *("--append-eod", "--overwrite"),
@@ -244,6 +246,8 @@ def main() -> None:
     first.add_argument(
         "--sources", nargs="+", help="folders of Python sources; default: the interpreter's site-packages"
     )
+    first.add_argument("--files", type=float, default=100, help="percent of the files, by hash, that are taken")
+    first.add_argument("--vocab-size", type=int, default=32000, help="of the tokenizer; the models here have 32,000")
     first.add_argument("--sample", type=int, default=20, help="percent of the files that the tokenizer is trained on")
     first.add_argument("--tokenizer", type=Path, help="folder of a tokenizer to take instead of training one")
     for name in ("sweep", "run"):
