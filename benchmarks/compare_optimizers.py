@@ -68,20 +68,18 @@ class Recipe:
 OPTIMIZERS = {
     "adam": Recipe(3e-3, "usual for models of a few million parameters"),
     "adafactor": Recipe(0.1, "adam's, divided by the root mean square of weights, which its update is multiplied by"),
-    "ademamix": Recipe(
-        1e-3, "the slow momentum adds up to alpha = 5 times to the update", "--ademamix-warmup-iters {steps}"
-    ),
+    "ademamix": Recipe(3e-3, "as adam: alpha grows from 0 over the run", "--ademamix-warmup-iters {steps}"),
     "adopt": Recipe(3e-3, "as adam"),
     "cautious-adamw": Recipe(3e-3, "as adam"),
     "dion": Recipe(1e-2, "orthonormal update, times sqrt(rows / columns); adam's part has the same rate"),
     "galore": Recipe(1e-2, "matrices get a quarter of the rate", "--galore-rank 64 --galore-update-proj-gap 50"),
     "lamb": Recipe(3e-2, "the update's norm is that of the weights, times the rate", "--weight-decay 0.01"),
     "lars": Recipe(
-        1.0,
+        3.0,
         "norms of weights times 0.01 times the rate, adding up to ten times that by momentum",
         "--lars-trust-coefficient 1e-2 --weight-decay 1e-4",
     ),
-    "lion": Recipe(3e-4, "a tenth of adam's: every element of its update is 1"),
+    "lion": Recipe(1e-3, "a third of adam's: every element of its update is 1"),
     "mars": Recipe(3e-3, "as adam"),
     "muon": Recipe(1e-2, "three to ten times adam's: an update's root mean square is 0.2 times the rate"),
     "normuon": Recipe(1e-2, "as muon"),
