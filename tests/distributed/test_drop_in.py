@@ -163,8 +163,40 @@ def _poked(rank: int, initialize: Any) -> dict[str, Any]:
     found["steps"] = {
         float(states[master]["step"]) for group in optimizer.optimizer.param_groups for master in group["params"]
     }
+    found["assertions"] = _assertions(engine, initialize)
     engine.destroy()
     return found
+
+
+def _assertions(engine: Any, initialize: Any) -> list[str]:
+    """Which wrong calls a program can catch as AssertionError."""
+
+    def coalesce_in_no_sync() -> None:
+        with engine.no_sync(), engine.coalesce_grad_reduction():
+            pass
+
+    def step_in_no_sync() -> None:
+        with engine.no_sync():
+            engine.step()
+
+    caught = []
+    calls = {"vector": lambda: engine.backward(engine.module(_batch(0, 0)).reshape(1).expand(2))}
+    calls |= {"no model": lambda: initialize(model=None, config=dict(CONFIG)), "step": step_in_no_sync}
+    calls["batch"] = lambda: initialize(model=_Model(), config=CONFIG | {"train_batch_size": 7})
+    if _stock_coalesces():
+        calls["coalesce"] = coalesce_in_no_sync
+    for name, call in calls.items():
+        try:
+            call()
+        except AssertionError:
+            caught.append(name)
+    return caught
+
+
+def _stock_coalesces() -> bool:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    return hasattr(DeepSpeedEngine, "coalesce_grad_reduction")  # versions before 0.19.4 may not
 
 
 def _pokes(rank: int, world: int) -> list[dict[str, Any]]:
@@ -190,6 +222,8 @@ def test_gradients_in_no_sync_and_inner_state_are_those_of_stock() -> None:
         assert ours.keys() == stock.keys()
         assert ours["is ZeRO"] and stock["is ZeRO"]
         assert ours["steps"] == stock["steps"] == {2.0}
+        assert ours["assertions"] == stock["assertions"]
+        assert {"vector", "no model", "step", "batch"} <= set(ours["assertions"])
         assert ours["scales"] == stock["scales"] == [1.0, 1.0, 1.0]
         for what in ("inside 0", "inside 1", "reduced"):
             for gradient, expected in zip(ours[what], stock[what], strict=True):
