@@ -71,7 +71,7 @@ class EPEngineMixin:
         """
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
             what = f"{tuple(loss.shape)}, requires_grad={loss.requires_grad}" if torch.is_tensor(loss) else repr(loss)
-            raise InvalidCall(f"engine.backward needs a scalar loss that forward computed with gradients, got {what}")
+            raise InvalidCall(f"engine.backward needs a scalar tensor that forward computed with gradients, got {what}")
         self.optimizer.end_interrupted_backward()
         # DeepSpeed sets this in a hook on the engine's outputs; a loss that does not depend on them would bypass it.
         self.optimizer.set_gradient_accumulation_boundary(self.is_gradient_accumulation_boundary())  # type: ignore[attr-defined]
@@ -105,7 +105,7 @@ class EPEngineMixin:
         """
         if self.inside_no_sync_ctxt or not versions.manages_accumulation(self):  # type: ignore[has-type]
             raise InvalidCall(
-                "coalesce_grad_reduction() stands alone: not inside no_sync() or another, and not with "
+                "coalesce_grad_reduction() cannot be nested, in no_sync() or another, and is not for "
                 "managed_gradient_accumulation=false, where step() alone reduces"
             )
         self.inside_no_sync_ctxt = True
