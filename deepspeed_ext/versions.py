@@ -5,11 +5,13 @@ One rule: a version is in the range when the tests that build an engine pass wit
 before 0.18.3 drive backward in another way, which ours cannot follow.
 """
 
+import inspect
 import logging
 from typing import Any
 
 import deepspeed
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.utils import zero_to_fp32
 
 OLDEST, NEWEST = (0, 18, 9), (0, 19, 8)
 
@@ -53,6 +55,11 @@ def configure_python_gc(engine: Any) -> None:
     configure = getattr(engine, "_configure_python_gc", None)
     if configure is not None:
         configure()
+
+
+def script_reads_paddings() -> bool:
+    """Whether zero_to_fp32 skips the elements between parameters that a file names, which others would misread."""
+    return "param_alignment_paddings" in inspect.getsource(zero_to_fp32)
 
 
 class _AssignedBoundary(ZeROOptimizer):
