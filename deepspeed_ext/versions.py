@@ -7,7 +7,7 @@ before 0.18.3 drive backward in another way, which ours cannot follow.
 
 import inspect
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import deepspeed
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
@@ -79,6 +79,9 @@ class _AssignedBoundary(ZeROOptimizer):
         self._is_gradient_accumulation_boundary = bool(is_boundary)
 
 
-BaseOptimizer = ZeROOptimizer if hasattr(ZeROOptimizer, "set_gradient_accumulation_boundary") else _AssignedBoundary
+if TYPE_CHECKING or hasattr(ZeROOptimizer, "set_gradient_accumulation_boundary"):
+    BaseOptimizer = ZeROOptimizer
+else:
+    BaseOptimizer = _AssignedBoundary
 
 check(deepspeed.__version__)

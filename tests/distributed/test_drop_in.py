@@ -413,6 +413,9 @@ def test_scripts_of_deepspeed_read_our_checkpoints_and_stock_goes_on_from_them(t
                     torch.testing.assert_close(stock[name][kind], tensor, rtol=tolerance, atol=tolerance, msg=name)
     *results, refused = ranks[0]
     for found in results:
+        if "script" not in found:  # refused, as above, by a version before 0.19.7
+            assert not versions.script_reads_paddings()
+            continue
         expected = {name: states["fp32"] for name, states in found["ours"].items()}
         for name, tensor in expected.items():
             assert torch.equal(found["script"][name], tensor), name
