@@ -14,7 +14,6 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.zero import partition_parameters
 from torch import nn
 
-from deepspeed_ext import versions
 from deepspeed_ext.config_checks import check_kinds
 from deepspeed_ext.config_keys import keys_without_effect, refuse_unsupported, unknown_keys
 from deepspeed_ext.ds_config import build_torch_optimizer, reason_for_deepspeed, resolve_config, zero_options
@@ -151,7 +150,7 @@ def _build_engine(
     partition_parameters.shutdown_init_context()  # a surrounding zero.Init must not see the engine's own modules
     engine = EPEngine(config=config, **passed_on)
     partition_parameters.restore_init_context()
-    versions.configure_python_gc(engine)
+    engine._configure_python_gc()
     return engine
 
 
