@@ -120,8 +120,9 @@ class ImitatedCluster:
             variables = env | {name: str(value) for name, value in place.items()}
             variables["OPTIMUS_MEMORY_FOLDER"] = str(self.memory(host))
             words = (module, argv, variables, str(printed), str(printed))
-            self._ranks[host].append(_CONTEXT.Process(target=_program, args=words, daemon=True))
-            self._ranks[host][-1].start()
+            rank = _CONTEXT.Process(target=_program, args=words, daemon=True)
+            rank.start()
+            self._ranks[host].append(rank)
         everyone = [rank for ranks in self._ranks.values() for rank in ranks]
         with printed.open() as output, contextlib.suppress(OSError, EOFError):
             is_over = False

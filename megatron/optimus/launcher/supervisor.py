@@ -74,7 +74,9 @@ def run_with_restarts(
     while True:
         before = newest_step()
         outcome = attempt_on(nodes.hosts)
-        if outcome.grows:
+        if outcome.grows:  # no failure, and all was saved
+            without_step = without_save = numeric = 0
+            nodes.after_progress()
             nodes.grow()
             if nodes.problem:
                 logger.error("%s: not started again", nodes.problem)
