@@ -27,6 +27,7 @@ MPIEXEC = """#!{python}
 import os, signal, sys
 from multiprocessing.connection import Client
 words = sys.argv[1:]
+assert os.environ["OPTIMUS_RENDEZVOUS_TOKEN"] not in words
 hosts = open(words[words.index("--hostfile") + 1]).read().split()
 server = Client("{address}")
 signal.signal(signal.SIGTERM, lambda *_: server.send("stop"))

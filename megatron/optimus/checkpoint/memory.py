@@ -39,7 +39,7 @@ import xxhash
 from megatron.optimus.checkpoint.errors import CheckpointError
 from megatron.optimus.checkpoint.manifest import Manifest, parse_manifest
 from megatron.optimus.checkpoint.shards import dtype_name, torch_dtype
-from megatron.optimus.checkpoint.slices import TensorSlice
+from megatron.optimus.checkpoint.slices import Encoded, TensorSlice
 from megatron.optimus.checkpoint.snapshot import Snapshot
 from megatron.optimus.checkpoint.writer import Task
 from megatron.optimus.platform import device as devices
@@ -453,7 +453,7 @@ class MemoryCheckpoints:
         self, mine: list[tuple[_Slot, Generation]], templates: Sequence[TensorSlice], write_out: WriteOut
     ) -> None:
         """Hands the pieces in these files to ``write_out``, with the manifest of any one."""
-        encoded = {piece.kind: piece for piece in templates if piece.encoded is not None}
+        encoded = {piece.kind: piece.encoded for piece in templates if piece.encoded is not None}
 
         def pieces() -> list[TensorSlice]:
             return [one for slot, found in mine for one in _slices_of(slot, found, encoded)]
@@ -533,8 +533,8 @@ def _piece(piece: TensorSlice, is_on_disk: bool) -> list[Any]:
     return [piece.name, piece.kind, *piece.region, tensors, dtype_name(piece.dtype), first, is_on_disk]
 
 
-def _slices_of(slot: _Slot, found: Generation, encoded: dict[str, TensorSlice]) -> list[TensorSlice]:
-    """The slices of a file that belong to a checkpoint on disk; ``encoded``: by kind, one that is kept in fewer bits.
+def _slices_of(slot: _Slot, found: Generation, encoded: dict[str, Encoded]) -> list[TensorSlice]:
+    """The slices of a file that belong to a checkpoint on disk; ``encoded``: any state in fewer bits, by kind.
 
     Raises CheckpointError for states in fewer bits of which this run has none.
     """
@@ -546,14 +546,14 @@ def _slices_of(slot: _Slot, found: Generation, encoded: dict[str, TensorSlice]) 
             tensors.append(data[offset : offset + length * torch_dtype(of).itemsize].view(torch_dtype(of)))
         if not is_on_disk:
             continue
-        decoder = encoded.get(kind)
-        if first is not None and (decoder is None or decoder.encoded is None):
-            raise CheckpointError(f"{name} ({kind}) is kept in fewer bits, and in this run it is not")
-        scale = tensors[1] if len(tensors) > 1 else None
-        one = decoder.encoded.moved(tensors[0], scale, first) if first is not None and decoder is not None else None
+        state = None
+        if first is not None:
+            if kind not in encoded:
+                raise CheckpointError(f"{name} ({kind}) is kept in fewer bits, and in this run it is not")
+            state = encoded[kind].moved(tensors[0], tensors[1] if len(tensors) > 1 else None, first)
         whole_box = None if box is None else tuple((low, high) for low, high in box)
         where = (name, kind, tuple(shape), start, stop, tensors[0], whole_box)
-        result.append(TensorSlice(*where, torch_dtype(dtype), one))
+        result.append(TensorSlice(*where, torch_dtype(dtype), state))
     return result
 
 
