@@ -133,30 +133,47 @@ def _run(
     launch: Launch, request: LaunchRequest, env: dict[str, str], config: RunConfig, elastic: ElasticLayouts | None
 ) -> int:
     """Runs the launch with restarts."""
-    run_dir, metrics = Path(config.logging.run_dir), Path(config.logging.run_dir) / FILE_NAME
-    checking = (sys.executable, "-m", PREFLIGHT, *request.options)
-    interval = config.checkpoint.save_interval
-    has_memory = request.max_restarts > 0 and config.checkpoint.memory_checkpoint_interval != 0
     if launch.method is LaunchMethod.LOCAL:
-        if request.preflight and (code := run_local_ranks(list(checking), launch.ranks_per_node)):
-            return code
-        unseen = 60.0 * config.parallel.distributed_timeout_minutes
-        watch = partial(
-            HangWatch, stacks=run_dir / "stacks", unseen_seconds=unseen, fixed_seconds=request.stall_seconds
+        return _run_on_this_machine(launch, request, config)
+    return _run_on_nodes(launch, request, env, config, elastic)
+
+
+def _has_memory(request: LaunchRequest, config: RunConfig) -> bool:
+    return request.max_restarts > 0 and config.checkpoint.memory_checkpoint_interval != 0
+
+
+def _checking(request: LaunchRequest) -> tuple[str, ...]:
+    """The command line of a rank of ``optimus preflight``."""
+    return (sys.executable, "-m", PREFLIGHT, *request.options)
+
+
+def _run_on_this_machine(launch: Launch, request: LaunchRequest, config: RunConfig) -> int:
+    run_dir = Path(config.logging.run_dir)
+    if request.preflight and (code := run_local_ranks(list(_checking(request)), launch.ranks_per_node)):
+        return code
+    unseen = 60.0 * config.parallel.distributed_timeout_minutes
+    watch = partial(HangWatch, stacks=run_dir / "stacks", unseen_seconds=unseen, fixed_seconds=request.stall_seconds)
+    with LocalAgent(
+        launch.program,
+        launch.ranks_per_node,
+        fork_server=ForkServer(config.parallel.device.value),
+        argv=request.options,
+        hangs=None if request.stall_seconds == 0 else watch,
+        memory=_has_memory(request, config),
+    ) as agent:
+        hint = "" if request.max_restarts else "; --max-restarts N would start them again by itself"
+        nodes = NodePool((), 0, launch.ranks_per_node)
+        attempt = partial(run_local, agent, run_dir / FILE_NAME, hint)
+        newest = partial(_newest_step, config, agent.memory_folder)
+        return run_with_restarts(
+            lambda _: attempt(), nodes, request.max_restarts, newest, config.checkpoint.save_interval
         )
-        with LocalAgent(
-            launch.program,
-            launch.ranks_per_node,
-            fork_server=ForkServer(config.parallel.device.value),
-            argv=request.options,
-            hangs=None if request.stall_seconds == 0 else watch,
-            memory=has_memory,
-        ) as agent:
-            hint = "" if request.max_restarts else "; --max-restarts N would start them again by itself"
-            nodes = NodePool((), 0, launch.ranks_per_node)
-            attempt = partial(run_local, agent, metrics, hint)
-            newest = partial(_newest_step, config, agent.memory_folder)
-            return run_with_restarts(lambda _: attempt(), nodes, request.max_restarts, newest, interval)
+
+
+def _run_on_nodes(
+    launch: Launch, request: LaunchRequest, env: dict[str, str], config: RunConfig, elastic: ElasticLayouts | None
+) -> int:
+    run_dir, has_memory = Path(config.logging.run_dir), _has_memory(request, config)
     with tempfile.TemporaryDirectory(prefix="optimus-launch-") as folder:
         hostfile = Path(folder) / "hosts"
 
@@ -166,7 +183,7 @@ def _run(
 
         def check_nodes(hosts: Sequence[str]) -> dict[str, str]:
             hostfile.write_text("".join(f"{host}\n" for host in hosts), encoding="utf-8")
-            of_check = replace(launch, num_nodes=len(hosts), program=checking)
+            of_check = replace(launch, num_nodes=len(hosts), program=_checking(request))
             command = of_check.command(hosts, str(hostfile))
             return bad_nodes(command, variables(of_check, hosts), hosts, launch.ranks_per_node)
 
@@ -174,24 +191,14 @@ def _run(
             hostfile.write_text("".join(f"{host}\n" for host in hosts), encoding="utf-8")
             passed = (*launch.passed, environment.MEMORY_FOLDER) if has_memory else launch.passed
             attempt = replace(launch, num_nodes=len(hosts) or launch.num_nodes, passed=passed)
-            layout = elastic.best(len(hosts)) if elastic is not None else None
-            if layout is not None and layout.expert_parallel != config.parallel.expert_model_parallel_size:
-                words = ("--expert-model-parallel-size", str(layout.expert_parallel))
-                attempt = replace(attempt, program=(*attempt.program, *words))
+            if elastic is not None:
+                attempt = replace(attempt, program=(*attempt.program, *elastic.options(len(hosts))))
             env_of_ranks = variables(attempt, hosts)
             if has_memory:
                 env_of_ranks[environment.MEMORY_FOLDER] = str(memory)
             command = attempt.command(hosts, str(hostfile))
-            return run_monitored(command, env_of_ranks, request.stall_seconds or None, metrics, nodes.can_grow)
-
-        def fit(available: int) -> int:
-            layout = elastic.best(available) if elastic is not None else None
-            return 0 if layout is None else layout.num_nodes
-
-        def listed() -> Sequence[str]:
-            with contextlib.suppress(ConfigError):  # the job's list is being written
-                return detect_allocation(env).hosts
-            return ()
+            metrics, stall_seconds = run_dir / FILE_NAME, request.stall_seconds or None
+            return run_monitored(command, env_of_ranks, stall_seconds, metrics, nodes.can_grow)
 
         memory = Path(env.get(environment.MEMORY_FOLDER) or memory_slots.shared_folder(secrets.token_hex(8)))
         newest = partial(_newest_step, config, memory if has_memory else None)
@@ -206,8 +213,8 @@ def _run(
             launch.ranks_per_node,
             run_dir / BAD_NODES,
             check,
-            fit=None if elastic is None else fit,
-            listed=listed,
+            fit=None if elastic is None else elastic.fit,
+            listed=partial(_listed, env),
         )
         try:
             bad = nodes.before_start()
@@ -217,7 +224,14 @@ def _run(
         if bad:
             print_error(ConfigError(f"preflight: no spare for the bad nodes {', '.join(bad)}; ask for more nodes"))
             return 1
-        return run_with_restarts(attempt_on, nodes, request.max_restarts, newest, interval)
+        return run_with_restarts(attempt_on, nodes, request.max_restarts, newest, config.checkpoint.save_interval)
+
+
+def _listed(env: dict[str, str]) -> Sequence[str]:
+    """The job's nodes as they are now; none while the list is being written."""
+    with contextlib.suppress(ConfigError):
+        return detect_allocation(env).hosts
+    return ()
 
 
 def _newest_step(config: RunConfig, memory: Path | None) -> int:

@@ -49,6 +49,18 @@ class ElasticLayouts:
                     return ElasticLayout(nodes, ep)
         return None
 
+    def fit(self, available: int) -> int:
+        """Returns on how many of so many nodes ``best`` runs; 0 where there is no layout."""
+        layout = self.best(available)
+        return 0 if layout is None else layout.num_nodes
+
+    def options(self, num_nodes: int) -> tuple[str, ...]:
+        """Returns the options of pretrain in which an attempt on so many nodes differs from the run."""
+        layout = self.best(num_nodes)
+        if layout is None or layout.expert_parallel == self.config.parallel.expert_model_parallel_size:
+            return ()
+        return ("--expert-model-parallel-size", str(layout.expert_parallel))
+
     def check_min_nodes(self) -> None:
         """Raises ConfigError where the run cannot be laid out on exactly ``min_nodes``."""
         if self.min_nodes > self.num_nodes:

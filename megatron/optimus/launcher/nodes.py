@@ -157,7 +157,10 @@ class NodePool:
     def grow(self) -> None:
         """Uses as many nodes as it can, after ``can_grow``."""
         self._resize()
-        self.before_start()
+        try:
+            self.before_start()
+        except ConfigError as error:
+            logger.warning("%s", error)
 
     def _resize(self) -> None:
         """Uses the good nodes, as many as fit; the others are spares."""

@@ -177,16 +177,7 @@ def run_monitored(
         can_grow: whether more nodes could be used; then the ranks are asked to save and leave.
     """
     steps = _StepMonitor(metrics)
-    before_exec = parent_death.signal_setter(signal.SIGTERM)  # mpiexec and srun pass it on to the ranks
-    process = subprocess.Popen(
-        command,
-        env=env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        preexec_fn=before_exec,  # noqa: PLW1509 - C calls, no lock
-    )
+    process = _start(command, env)
     interrupted, previous = _forward_signals(process)
     lines: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
     survivors: set[int] = set()
@@ -231,6 +222,20 @@ def run_monitored(
     grows = asks_to_leave and all_left and not interrupted[0]
     is_wanted = interrupted[0] or (all_left and not grows)
     return AttemptResult(code, tuple(lines), is_wanted, steps.has_trained, frozenset(survivors), grows)
+
+
+def _start(command: Sequence[str], env: dict[str, str]) -> subprocess.Popen[str]:
+    """Starts a command whose output is read here and that ends with this process."""
+    before_exec = parent_death.signal_setter(signal.SIGTERM)  # mpiexec and srun pass it on to the ranks
+    return subprocess.Popen(
+        command,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        preexec_fn=before_exec,  # noqa: PLW1509 - C calls, no lock
+    )
 
 
 def _forward_signals(process: subprocess.Popen[str]) -> tuple[list[bool], dict[int, Any]]:
