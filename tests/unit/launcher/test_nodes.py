@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron.optimus.launcher.nodes import FILE_NAME, NodePool, lost_hosts, silent_hosts
+from megatron.optimus.platform import files
 
 HOSTS = [f"x{number}.a.b" for number in range(8)]
 
@@ -116,8 +117,15 @@ def test_with_fewer_nodes_than_asked_for_until_some_come_back(tmp_path: Path) ->
     assert nodes.problem == "1 good node left, too few for --min-nodes"
 
 
-def test_a_list_of_bad_nodes_that_cannot_be_written_lets_none_come_back(tmp_path: Path) -> None:
-    (tmp_path / "run").write_text("a file where the folder should be")
-    nodes = NodePool(HOSTS[:4], 4, 1, tmp_path / "run" / FILE_NAME, fit=lambda count: count if count > 1 else 0)
+def test_a_list_of_bad_nodes_that_cannot_be_written_lets_none_come_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*words: object, **named: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    record = tmp_path / FILE_NAME
+    record.write_text("{}")
+    nodes = NodePool(HOSTS[:4], 4, 1, record, fit=lambda count: count if count > 1 else 0)
+    monkeypatch.setattr(files, "write_atomically", full)
     nodes.after_failure(["x2: shepherd died from signal 9"], ())
     assert nodes.hosts == ["x0.a.b", "x1.a.b", "x3.a.b"] and not nodes.can_grow()
