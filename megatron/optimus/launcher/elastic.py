@@ -3,7 +3,8 @@
 The global batch, the order of samples and the tensor, pipeline, context and expert-tensor sizes stay; the data-parallel
 size follows from the number of ranks, and gradient accumulation from that. One rule chooses: the most nodes on which
 the run's options fit with its ``expert_model_parallel_size``; where there are none, the same with the next smaller one
-that divides the experts. A smaller one puts more experts on every rank, which may not fit its memory.
+that divides the experts, unless a file of expert placement is for that size. A smaller one puts more experts on every
+rank, which may not fit its memory.
 """
 
 from __future__ import annotations
@@ -41,8 +42,11 @@ class ElasticLayouts:
     def best(self, available: int) -> ElasticLayout | None:
         """Returns the layout on at most ``available`` nodes; None where there is none on ``min_nodes`` or more."""
         most = min(available, self.num_nodes)
-        wanted = self.config.parallel.expert_model_parallel_size
-        sizes = [ep for ep in divisors(self.config.model.num_experts or 1) if ep < wanted]
+        wanted, is_fixed = (
+            self.config.parallel.expert_model_parallel_size,
+            self.config.parallel.moe_expert_placement_file,
+        )
+        sizes = [] if is_fixed else [ep for ep in divisors(self.config.model.num_experts or 1) if ep < wanted]
         for ep in [wanted, *reversed(sizes)]:
             for nodes in range(most, self.min_nodes - 1, -1):
                 if not self._problem(nodes, ep):

@@ -32,6 +32,7 @@ def layouts(options: str, num_nodes: int, min_nodes: int = 1, ranks_per_node: in
         ),  # 3 only with 1
         ("--global-batch-size 48 --expert-model-parallel-size 4", 1, 3, ElasticLayout(2, 2)),  # none with 4
         ("--global-batch-size 48 --expert-model-parallel-size 4", 4, 3, ElasticLayout(3, 4)),
+        ("--global-batch-size 48 --expert-model-parallel-size 4 --moe-expert-placement-file x.json", 1, 3, None),
         (
             "--global-batch-size 48 --tensor-model-parallel-size 2",
             1,
