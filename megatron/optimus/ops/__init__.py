@@ -6,6 +6,7 @@
 | ``route`` | a linear router: logits, scores and the K experts of each token |
 | ``expert_counts`` | the number of slots of each expert |
 | ``copy_rows``, ``sum_copies`` | rows copied to several positions, and the sum of a row's copies |
+| ``rms_norm``, ``norm_rotate`` | RMSNorm; of queries and keys, with the rotary embedding |
 | ``rotate``, ``silu_mul`` | rotary embedding; SwiGLU of a dense MLP |
 | ``log_sum_exp``, ``cross_entropy_gradient_`` | the two passes of cross-entropy over the logits |
 
@@ -24,6 +25,7 @@ from megatron.optimus.ops.elementwise import (
 )
 from megatron.optimus.ops.fused_moe import InputGradients, moe_mlp, prefers_main_grads
 from megatron.optimus.ops.main_grads import MainGrad, main_grad_of
+from megatron.optimus.ops.norm import norm_rotate, rms_norm
 from megatron.optimus.ops.reference import Routing
 from megatron.optimus.ops.router import expert_counts, route
 from megatron.optimus.ops.row_copies import copy_rows, sum_copies
@@ -42,8 +44,10 @@ __all__ = [
     "log_sum_exp",
     "main_grad_of",
     "moe_mlp",
+    "norm_rotate",
     "prefers_main_grads",
     "resolve",
+    "rms_norm",
     "rotate",
     "route",
     "set_backend",
