@@ -94,7 +94,11 @@ def one_node(rank: int, world: int, root: Path) -> dict[str, Any]:
     """Several crashes after one another, on the same ranks: each ``opened`` is what a new process does."""
     ranks, found = Ranks(None, "cpu"), {}
     save(rank, world, root, 4, 3)
+    if rank == 0:  # left by another number of ranks
+        MemorySlot(root / "node-0/rank-7.1").commit(9, 0, {"start": 0, "rank": 7, "ranks": 8, "layout": ""})
+    ranks.first_failure(None)
     found["newest"] = restore(rank, world, root, 4)
+    assert not (root / "node-0/rank-7.1").exists()
     found["disk is newer"] = restore(rank, world, root, 4, at_least=4)
     save(rank, world, root, 4, 5, unfinished=(1,))
     found["killed while it writes"] = restore(rank, world, root, 4)

@@ -322,7 +322,24 @@ class MemoryCheckpoints:
             # Steps that are done again may have other bits.
             if kept is not None and (found is None or _version(kept) != found[0]):
                 slot.clear()
+        files = self._files_here()
+        self._ranks.first_failure(None)  # nobody reads any more, and all have listed the same files
+        self._free_others(files)
         return None if found is None else found[1]
+
+    def _files_here(self) -> list[_Slot]:
+        """This rank's share of the files of its node, whoever made them."""
+        number, count = self._neighbours.index(self._ranks.rank), len(self._neighbours)
+        paths = sorted(path for kind in ("rank", "copy") for path in self._folder.glob(f"{kind}-*"))
+        return [_Slot(path, torch.device("cpu")) for path in paths[number::count]]
+
+    def _free_others(self, files: list[_Slot]) -> None:
+        """Removes what is left of ranks that this node does not have now."""
+        current = {f"rank-{rank}" for rank in self._neighbours} | {f"copy-{source}" for source in self._sources}
+        for slot in files:
+            if slot.path.name.partition(".")[0] not in current:
+                slot.free()
+            slot.close()
 
     def _restore(self, slices: Sequence[TensorSlice], at_least: int) -> tuple[Version, Manifest] | None:
         own, layout = self._ranks.rank, _layout_of(slices)
@@ -409,12 +426,9 @@ class MemoryCheckpoints:
     def _write_out(self, templates: Sequence[TensorSlice], after: int, write_out: WriteOut) -> None:
         """Saves the newest generation after step ``after`` that ranks of another layout left, where all of it is there.
 
-        Each rank of a node looks at some of the node's files. Of two that hold the same state one is taken. The files
-        of ranks that are no more are removed.
+        Each rank of a node looks at some of the node's files. Of two that hold the same state one is taken.
         """
-        number, count = self._neighbours.index(self._ranks.rank), len(self._neighbours)
-        paths = sorted(path for kind in ("rank", "copy") for path in self._folder.glob(f"{kind}-*"))[number::count]
-        slots = [_Slot(path, torch.device("cpu")) for path in paths]
+        slots = self._files_here()
         held: dict[Version, dict[int, tuple[_Slot, Generation]]] = {}  # by owner
         for slot in slots:
             if (found := slot.read()) is not None and found.step > after:
@@ -443,11 +457,8 @@ class MemoryCheckpoints:
                     log.warning("the state in host memory of step %d cannot be used: %s", step, error)
                 continue
             break
-        self._ranks.first_failure(None)  # nobody reads any more
-        current = {f"rank-{rank}" for rank in self._neighbours} | {f"copy-{source}" for source in self._sources}
-        for slot, path in zip(slots, paths, strict=True):
-            if path.name.partition(".")[0] not in current:
-                slot.free()
+        for slot in slots:
+            slot.close()
 
     def _save(
         self, mine: list[tuple[_Slot, Generation]], templates: Sequence[TensorSlice], write_out: WriteOut

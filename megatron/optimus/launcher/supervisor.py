@@ -27,7 +27,7 @@ from typing import Any
 from megatron.optimus.launcher.agent import LocalAgent
 from megatron.optimus.launcher.nodes import NodePool
 from megatron.optimus.platform import files, parent_death
-from megatron.optimus.platform.exit_codes import NUMERIC_ERROR, STALLED, USER_ERROR
+from megatron.optimus.platform.exit_codes import EXPLAINED, NUMERIC_ERROR, STALLED, USER_ERROR
 
 logger = logging.getLogger("optimus")
 
@@ -219,7 +219,8 @@ def run_monitored(
     code = STALLED if stalled else process.returncode
     code = code if code >= 0 else 128 - code
     all_left = was_asked[0] and code in _STOP_CODES
-    grows = asks_to_leave and all_left and not interrupted[0]
+    # Whatever the ranks' starter makes of SIGTERM, unless a rank has said what is wrong.
+    grows = asks_to_leave and not interrupted[0] and code not in (0, *EXPLAINED)
     is_wanted = interrupted[0] or (all_left and not grows)
     return AttemptResult(code, tuple(lines), is_wanted, steps.has_trained, frozenset(survivors), grows)
 
