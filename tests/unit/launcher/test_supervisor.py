@@ -189,13 +189,17 @@ def test_the_command_does_not_outlive_the_launcher(tmp_path: Path) -> None:
 
 GROWS = """
 import pathlib, signal, sys, time
-signal.signal(signal.SIGTERM, lambda *_: (print("asked to stop: saving step 3", flush=True), sys.exit(143)))
+if sys.argv[2] == "passes it on":
+    signal.signal(signal.SIGTERM, lambda *_: (print("asked to stop: saving step 3", flush=True), sys.exit(143)))
 pathlib.Path(sys.argv[1]).write_text("{}")
 time.sleep(30)
 """
 
 
-def test_ranks_are_asked_to_leave_where_more_nodes_can_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("starter", ["passes it on", "ends at once"])
+def test_ranks_are_asked_to_leave_where_more_nodes_can_be_used(
+    starter: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """That is no failure: it does not count as a restart, and the launcher was not asked to stop."""
     monkeypatch.setattr(supervisor, "_GROWTH_SECONDS", 0.05)
     metrics, answers = tmp_path / "metrics.jsonl", iter([False, True])
@@ -208,7 +212,7 @@ def test_ranks_are_asked_to_leave_where_more_nodes_can_be_used(tmp_path: Path, m
         used.append(list(hosts))
         if len(hosts) == 2:
             return ended(0)
-        command = [sys.executable, "-c", GROWS, str(metrics)]
+        command = [sys.executable, "-c", GROWS, str(metrics), starter]
         return run_monitored(command, dict(os.environ), None, metrics, lambda: next(answers) and nodes.can_grow())
 
     assert run_with_restarts(attempt, nodes, max_restarts=0) == 0
