@@ -152,7 +152,8 @@ class NodePool:
         self._known += [host for host in self._listed() if host not in self._known]
         used = {*self.hosts, *self.spares, *self._suspects}
         self.spares += [host for host in self._known if host not in used and _short(host) not in self._bad]
-        return bool(self.spares) and self._fit(len(self.hosts) + len(self.spares)) > len(self.hosts)
+        others = len(self.spares) + len(self._suspects)
+        return others > 0 and self._fit(len(self.hosts) + others) > len(self.hosts)
 
     def grow(self) -> None:
         """Uses as many nodes as it can, after ``can_grow``."""
@@ -165,19 +166,21 @@ class NodePool:
     def _resize(self) -> None:
         """Uses the good nodes, as many as fit; the others are spares."""
         assert self._fit is not None
-        able = [host for host in [*self.hosts, *self.spares] if _short(host) not in self._bad]
+        able = [host for host in [*self.hosts, *self.spares, *self._suspects] if _short(host) not in self._bad]
         count = self._fit(len(able))
         if count == 0:
             self.problem = f"{len(able)} good node{'s' * (len(able) != 1)} left, too few for --min-nodes"
             return
         left_out = _apart(self.hosts, able, len(able) - count)
-        kept = [host for host in able if host not in left_out]
-        self.hosts, self.spares = kept, left_out
+        self.hosts = [host for host in able if host not in left_out]
+        self.spares = [host for host in left_out if host not in self._suspects]
+        self._suspects = [host for host in self._suspects if host in left_out]
 
     def _read_again(self) -> None:
         """Takes over what the user has changed in the list of bad nodes."""
-        if (version := _version(self._record)) != self._version and (found := _read(self._record)) is not None:
-            self._bad, self._version = found, version
+        before, self._version = self._version, _version(self._record)
+        if self._version != before and (found := _read(self._record)) is not None:
+            self._bad = found
 
     def _quarantine(self, found: Mapping[str, str]) -> None:
         self._read_again()
@@ -216,8 +219,8 @@ def _apart(order: Sequence[str], able: Sequence[str], count: int) -> list[str]:
         for place in around:
             beside = (order[place - 1], order[(place + 1) % len(order)])
             stay = all(host in able and host not in left_out for host in beside)
-            if len(left_out) < count and order[place] in able and order[place] not in left_out and stay >= is_apart:
-                left_out.append(order[place])
+            if len(left_out) < count and order[place] in able and order[place] not in left_out:
+                left_out += [order[place]] if stay or not is_apart else []
     return left_out
 
 

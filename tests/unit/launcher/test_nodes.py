@@ -129,3 +129,16 @@ def test_a_list_of_bad_nodes_that_cannot_be_written_lets_none_come_back(
     monkeypatch.setattr(files, "write_atomically", full)
     nodes.after_failure(["x2: shepherd died from signal 9"], ())
     assert nodes.hosts == ["x0.a.b", "x1.a.b", "x3.a.b"] and not nodes.can_grow()
+
+
+def test_nodes_under_suspicion_are_used_before_the_run_stays_smaller(tmp_path: Path) -> None:
+    nodes = NodePool(HOSTS[:4], 4, 1, tmp_path / FILE_NAME, fit=lambda count: 4 if count >= 4 else 2 * (count >= 2))
+    nodes.after_failure(["x3: shepherd died from signal 9"], ())
+    assert len(nodes.hosts) == 2 and len(nodes.spares) == 1
+    for _ in range(2):
+        nodes.after_failure([], ())  # nobody is named: one is exchanged
+    assert len(nodes.hosts) == 2 and nodes.spares == [] and not nodes.can_grow()
+    (tmp_path / FILE_NAME).unlink()
+    assert nodes.can_grow()
+    nodes.grow()
+    assert sorted(nodes.hosts) == HOSTS[:4] and nodes.spares == []
