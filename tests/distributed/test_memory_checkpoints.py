@@ -98,6 +98,7 @@ def one_node(rank: int, world: int, root: Path) -> dict[str, Any]:
         MemorySlot(root / "node-0/rank-7.1").commit(9, 0, {"start": 0, "rank": 7, "ranks": 8, "layout": ""})
     ranks.first_failure(None)
     found["newest"] = restore(rank, world, root, 4)
+    ranks.first_failure(None)
     assert not (root / "node-0/rank-7.1").exists()
     found["disk is newer"] = restore(rank, world, root, 4, at_least=4)
     save(rank, world, root, 4, 5, unfinished=(1,))
