@@ -59,7 +59,7 @@ class MemorySlot:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._map: mmap.mmap | None = None
 
@@ -102,12 +102,16 @@ class MemorySlot:
         free = system.f_bavail * system.f_frsize if system.f_blocks else 1 << 62
         return free, os.fstat(self._descriptor).st_blocks * 512
 
+    def close(self) -> None:
+        """Closes the file, whose map stays valid; for one that is only read."""
+        os.close(self._descriptor)
+
     def free(self) -> None:
         """Gives the memory back; the file is empty, and gone unless it is the launcher's. Its map must not be used."""
         with contextlib.suppress(OSError):
             os.ftruncate(self._descriptor, 0)
-            if not self._path.is_symlink():
-                self._path.unlink()
+            if not self.path.is_symlink():
+                self.path.unlink()
 
 
 def newest_step(folder: Path | None) -> int:
