@@ -263,7 +263,7 @@ class Drill:
         different = f"the run ended with exit code {code}" if code else self._difference(launch)
         for one in done:
             one.identical = not different
-            if different and (code or FAULTS[one.fault].exact):
+            if different:
                 one.broken = one.broken or different
         names = ", ".join(one.fault for one in done)
         print(f"round {self.rounds} ({names}): {different or 'bit-identical to the undisturbed run'}", flush=True)
@@ -336,7 +336,7 @@ def _table(outcomes: Sequence[Outcome]) -> str:
             continue
         right = sum(one.named in one.ranks for one in found) if fault.names else "-"
         back = [one.recovered_s for one in found if one.recovered_s is not None]
-        same = f"{sum(bool(one.identical) for one in found)}{'' if fault.exact else ' (not promised)'}"
+        same = sum(bool(one.identical) for one in found)
         again = " (same command given again)" if fault.by_command else ""
         noticed = _spread([one.noticed_s for one in found if one.noticed_s is not None])
         rows.append(

@@ -110,7 +110,6 @@ class Fault:
     strike: Callable[[Target], Callable[[], None] | None]  # returns what undoes it, once it was noticed
     notice: str  # pattern of the line that tells of it; its first group is the rank
     restarts: bool = True  # the ranks are started again
-    exact: bool = True  # the run ends bit-identical to an undisturbed one
     names: bool = True  # the line names the rank
     at_start: bool = False  # needs a run that has just been started
     by_command: bool = False  # the same command has to be given again
@@ -235,7 +234,6 @@ FAULTS = {
         Fault(
             *("nan", "a rank computes NaN until its process ends", "exit code 4, the rank is named, restart"),
             *(partial(_hook, words="nan"), r"error[^\n]*?on rank (\d+)"),
-            exact=False,
             alone=True,
         ),
         Fault(

@@ -532,6 +532,10 @@ class Trainer:
     def _save(self, *, is_exiting: bool) -> None:
         """Saves what is due after this step; everything, and waits for it, where the run ``is_exiting``."""
         is_due = self.checkpoints.is_due(self.step)
+        if is_due and self.health.is_not_finite and not is_exiting:
+            # A restart after NumericError would go on from here, and never do the updates that were left out.
+            logger.info("step %d is not saved: its gradients are not finite", self.step)
+            return
         if is_due or is_exiting:
             is_saved = is_exiting or _is_due(self.step, self.config.checkpoint.save_interval)
             marks = self.health.marks(is_saved=is_saved)
