@@ -181,7 +181,8 @@ class Drill:
         try:
             undo = fault.strike(target)
             outcome.ranks, before = target.victims, launch.last_step()
-            self._notice(launch, fault, outcome)
+            if fault.notice:
+                self._notice(launch, fault, outcome)
             if undo is not None:
                 saved = target.newest_save()
                 if fault.by_command:
@@ -193,6 +194,8 @@ class Drill:
             began = target.begun
             if not fault.restarts:
                 self._until(launch, lambda: launch.last_step() > before + 3, "no further step")
+                if self._started(launch, began):
+                    raise TimeoutError("the ranks were started again")
                 if fault.name.startswith("disk"):
                     self._until(launch, lambda: target.newest_save() > saved, "no further checkpoint")
             else:
@@ -412,8 +415,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     for name in names:
         if name not in FAULTS:
             raise ConfigError(f"unknown fault {name!r} in --faults; {did_you_mean(name, FAULTS, 'see --help')}")
-    if options.faults is None and os.geteuid() == 0:
-        names.remove("disk-read-only")  # root writes there too
+    if options.nodes < 2 and options.faults is None:
+        names.remove("two-nodes")
+    if options.nodes < 2 and "two-nodes" in names:
+        raise ConfigError("two-nodes needs --nodes=2 or more")
     if options.ranks < 2 or options.ranks % options.nodes:
         raise ConfigError(f"--ranks={options.ranks} must be 2 or more and a multiple of --nodes={options.nodes}")
     if options.out.exists() and any(options.out.iterdir()):
