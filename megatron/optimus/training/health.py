@@ -202,6 +202,11 @@ class Health:
         for name, outliers in self._outliers.items():
             outliers.restore(recent.get(name) if isinstance(recent, dict) else None)
 
+    @property
+    def is_not_finite(self) -> bool:
+        """Whether the update of the step last observed was left out because its gradients were not finite."""
+        return bool(self._skipped) and not math.isfinite(self._skipped[-1])
+
     def largest_norm(self, step: int) -> float:
         """Gradient norm beyond which the update of ``step`` (from 1) is skipped."""
         return self.grad_norms.limit(step, self._sigma) if self._sigma > 0 else math.inf
