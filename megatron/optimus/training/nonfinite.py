@@ -32,7 +32,7 @@ class _Check(NamedTuple):
     begins: Tensor  # bool, on the device: they begin here
 
 
-class Source(NamedTuple):
+class NonFiniteOrigin(NamedTuple):
     """Where values that are not finite began, over all ranks."""
 
     text: str  # a sentence without its full stop; "" where that is not known
@@ -86,7 +86,7 @@ class NonFiniteSource:
         samples = "" if first is None else self._samples_of(position, first.micro_batch)
         self._steps.append(("", "") if first is None else (first.where, samples))
 
-    def describe(self) -> Source:
+    def describe(self) -> NonFiniteOrigin:
         """Says where they began. Collective."""
         own = json.dumps([socket.gethostname(), [step for step in self._steps if step[0]], len(self._steps)])
         found = [json.loads(part) for part in self._ranks.all_gather_bytes(own.encode())]
@@ -95,12 +95,12 @@ class NonFiniteSource:
         by_layer = {rank: each for rank, each in sources.items() if any(where != "the loss" for where, _ in each[1])}
         sources = by_layer or sources
         if not sources:
-            return Source("", is_device=False)
+            return NonFiniteOrigin("", is_device=False)
         looked_at = max(number for _, _, number in found)
         if len(sources) == len(found) > 1:
             where = Counter(step[0] for _, steps in sources.values() for step in steps).most_common(1)[0][0]
             samples = next(iter(sources.values()))[1][0][1]
-            return Source(
+            return NonFiniteOrigin(
                 f"They begin on all {len(found)} ranks alike (mostly in {where}; on rank {next(iter(sources))} in "
                 f"{samples}), so no single device is bad",
                 is_device=False,
@@ -110,10 +110,10 @@ class NonFiniteSource:
             named = "; ".join(
                 f"rank {rank}: {steps[0][0]}, in {steps[0][1]}" for rank, (_, steps) in [*sources.items()][:_MOST_NAMED]
             )
-            return Source(f"They begin in changing places ({named})", is_device=False)
+            return NonFiniteOrigin(f"They begin in changing places ({named})", is_device=False)
         rank, (host, steps) = next(iter(always.items()))
         more = f" (and on ranks {', '.join(map(str, [*always][1 : _MOST_NAMED + 1]))})" if len(always) > 1 else ""
-        return Source(
+        return NonFiniteOrigin(
             f"They came first on rank {rank} of node {host}{more}, in {steps[0][0]}, in each of {looked_at} steps "
             f"looked at (at first in {steps[0][1]}): suspect that device before the rate and the data, and leave it "
             "out",

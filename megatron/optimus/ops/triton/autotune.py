@@ -43,7 +43,7 @@ class Work(NamedTuple):
     num_used: int | None  # rows of the results that are defined; None: all
 
 
-class Outcome(NamedTuple):
+class TuningResult(NamedTuple):
     """The result of tuning one problem."""
 
     problem: Problem
@@ -94,7 +94,7 @@ def tune(
     exact_only: bool = False,
     seconds: float = float("inf"),
     clock: Clock = time_runs,
-) -> list[Outcome]:
+) -> list[TuningResult]:
     """Tunes problems one after the other; those not begun after ``seconds`` have no entry. Leaves the device's random
     numbers alone.
 
@@ -107,13 +107,13 @@ def tune(
         default, *others = fitting(problem, hardware(device))
         if time.monotonic() > deadline:
             reason = f"not tried: tuning took longer than {seconds:.0f} s"
-            outcomes.append(Outcome(problem, default, None, {}, dict.fromkeys([default, *others], reason)))
+            outcomes.append(TuningResult(problem, default, None, {}, dict.fromkeys([default, *others], reason)))
             continue
         try:
             outcomes.append(_tune_one(problem, [default, *others], device, local_share, exact_only, clock))
         except torch.OutOfMemoryError as error:
             reason = f"out of memory: {_first_line(error)}"
-            outcomes.append(Outcome(problem, default, None, {}, dict.fromkeys([default, *others], reason)))
+            outcomes.append(TuningResult(problem, default, None, {}, dict.fromkeys([default, *others], reason)))
         if device.type != "cpu":
             torch.get_device_module(device).empty_cache()
     return outcomes
@@ -121,7 +121,7 @@ def tune(
 
 def _tune_one(
     problem: Problem, candidates: list[Tiles], device: torch.device, share: float, exact_only: bool, clock: Clock
-) -> Outcome:
+) -> TuningResult:
     small = problem._replace(slots=bucket(_COMPILE_TOKENS * topk_of(problem)))
     left_out = _compile(make_work(small, device, 1.0), candidates, device)
     work = make_work(problem, device, share)
@@ -147,11 +147,11 @@ def _tune_one(
         else:
             good[tiles] = exact
     if not good:
-        return Outcome(problem, candidates[0], None, {}, left_out)
+        return TuningResult(problem, candidates[0], None, {}, left_out)
     del want
     times = clock([lambda tiles=tiles: work.run(tiles) for tiles in good], device)  # type: ignore[misc]
     microseconds = dict(zip(good, times, strict=True))
-    return Outcome(problem, candidates[0], choose(microseconds, good), microseconds, left_out)
+    return TuningResult(problem, candidates[0], choose(microseconds, good), microseconds, left_out)
 
 
 def choose(microseconds: dict[Tiles, float], matches_default_bits: dict[Tiles, bool]) -> Entry:
@@ -302,7 +302,7 @@ def tune_missing(
     exact_only: bool = False,
     seconds: float = float("inf"),
     clock: Clock = time_runs,
-) -> tuple[dict[str, Entry], list[Outcome]]:
+) -> tuple[dict[str, Entry], list[TuningResult]]:
     """``entries`` and those of problems that have none, tuned now (see ``tune``) and added to the file on disk.
 
     What ``exact_only`` found takes no faster entry's place there: runs that may change bits go on as they were. A file
@@ -322,7 +322,7 @@ def tune_missing(
     return {**entries, **found}, outcomes
 
 
-def line(outcome: Outcome) -> str:
+def line(outcome: TuningResult) -> str:
     """One line on a problem."""
     left_out = f"; {len(outcome.left_out)} left out" if outcome.left_out else ""
     if outcome.entry is None:
