@@ -122,13 +122,13 @@ class SymmetricTraffic(DispatcherTraffic):
 
     @staticmethod
     def saved_bytes(rank: RankPlan, *, recomputes: bool) -> int:
-        """Of each row whether it is needed, and its experts here."""
+        """Bytes of each row's flag (needed here or not), and of its expert numbers unless experts are recomputed."""
         indices = 0 if recomputes else rank.model.moe_router_topk * INT32
         return SymmetricTraffic.rows(rank) * (1 + indices)
 
     @staticmethod
     def shared_bytes(rank: RankPlan) -> int:
-        """Own tokens, the answers of all others, choices and their gradients."""
+        """Bytes of own tokens, of the other ranks' outputs, and of choices with their gradients."""
         choices = rank.sequence_parallel_tokens * rank.model.moe_router_topk
         rows = SymmetricTraffic.rows(rank)
         return rows * rank.model.hidden_size * rank.element_bytes + choices * (INT32 + 2 * FP32)

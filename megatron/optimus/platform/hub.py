@@ -96,7 +96,7 @@ def _library(what: str) -> Any:
 
 
 def _calling(what: str, action: Callable[[], T]) -> T:
-    """Runs what asks the hub; its errors become one line. Raises ConfigError."""
+    """Runs a request to the hub. Raises ConfigError, in one line, for every error of the library."""
     import huggingface_hub.constants as settings
     from huggingface_hub.errors import LocalEntryNotFoundError
 

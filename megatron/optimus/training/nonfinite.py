@@ -25,7 +25,7 @@ _MOST_NAMED = 4
 
 
 class _Check(NamedTuple):
-    """A place where values that are not finite may begin."""
+    """A module output, or the loss, that a step checks for values that are not finite."""
 
     where: str
     micro_batch: int
@@ -58,7 +58,11 @@ class NonFiniteSource:
         self._steps: list[tuple[str, str]] = []
 
     def watch(self, *, is_skipped: bool) -> None:
-        """Looks at the steps from the next on, or no more: call when a step's result is known."""
+        """Starts the checks after a skipped step and ends them after another; call when a step's result is known.
+
+        Args:
+            is_skipped: whether the update was left out because gradients were not finite.
+        """
         if is_skipped and not self._hooks:
             for name, module in self._model.named_modules():
                 if not any(True for _ in module.children()):
@@ -70,7 +74,7 @@ class NonFiniteSource:
             self._calls.clear()
 
     def end_step(self, position: int, losses: Sequence[Tensor]) -> None:
-        """Ends the forward and backward passes of a step. Waits for the device where it is being looked at.
+        """Notes the first layer of this step with a value that is not finite; waits for the device if checks are on.
 
         Args:
             position: samples consumed before the step.
@@ -87,7 +91,7 @@ class NonFiniteSource:
         self._steps.append(("", "") if first is None else (first.where, samples))
 
     def describe(self) -> NonFiniteOrigin:
-        """Says where they began. Collective."""
+        """Compares what all ranks found and says where the values began. Collective."""
         own = json.dumps([socket.gethostname(), [step for step in self._steps if step[0]], len(self._steps)])
         found = [json.loads(part) for part in self._ranks.all_gather_bytes(own.encode())]
         sources = {rank: (host, steps) for rank, (host, steps, _) in enumerate(found) if steps}

@@ -155,7 +155,7 @@ def _tune_one(
 
 
 def choose(microseconds: dict[Tiles, float], matches_default_bits: dict[Tiles, bool]) -> Entry:
-    """The first, unless another is faster by more than timings scatter."""
+    """Chooses the fastest tiles; the default (the first) unless another is faster by more than timings scatter."""
     default = next(iter(microseconds))
     best = min(microseconds, key=lambda tiles: microseconds[tiles])
     if microseconds[best] > (1 - _GAIN) * microseconds[default]:
@@ -201,7 +201,7 @@ def _first_line(error: Exception) -> str:
 
 
 def topk_of(problem: Problem) -> int:
-    """Slots of one token: of kernels that move rows their K, of others any."""
+    """Slots of one token: K for the kernels that move rows; the others do not depend on it, so 1."""
     return problem.n if problem.kernel in ("spread_rows", "sum_rows") else 1
 
 
@@ -234,7 +234,7 @@ class _Data:
         return torch.empty(shape, dtype=self.dtype, device=self.device).normal_(std=scale, generator=self.generator)
 
     def rows(self, columns: int) -> Tensor:
-        """Zero where there is no slot, as kernels expect."""
+        """Random rows [P, columns], zero in rows of padding, as kernels expect."""
         return self.random(self.num_rows, columns).masked_fill_(self.is_padding[:, None], 0.0)
 
 
