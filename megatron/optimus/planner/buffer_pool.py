@@ -157,11 +157,6 @@ class BackwardReplay:
         self.is_armed = False  # the present backward sends what is complete
         self._free, self._sent = 0, list[BucketReplay]()
 
-    @property
-    def acquired(self) -> int:
-        """Buffers that buckets have, on their way or not."""
-        return self.made - self._free
-
     def _buckets(self) -> list[BucketReplay]:
         """Makes the buckets of all flat buffers, in the order in which they are launched."""
         buffers, parameters = dict(self.gradients.buffers), self.gradients.parameters

@@ -13,7 +13,6 @@ launcher starts it again from a checkpoint that is older than what was found, an
 from __future__ import annotations
 
 import json
-import logging
 import socket
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,8 +34,6 @@ from megatron.optimus.training.pipeline_schedule import Schedule
 
 METRIC = "integrity_errors"  # checksums that differ, over all ranks; only steps that compare have it
 _MOST_NAMED = 4
-
-logger = logging.getLogger("optimus")
 
 
 class _Comparison(NamedTuple):
