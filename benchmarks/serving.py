@@ -9,8 +9,8 @@ Both serve the same Hugging Face folder, one after the other, each as a process 
 model of a preset with random weights and a tokenizer of 8,192 tokens trained on the documentation; further options are
 the model's. ``--repeats 3`` takes turns and gives medians, for a machine that others use too; so does the processor
 time of the server, which does not depend on them. Clients on loopback
-each send one request after the other to /v1/completions, streaming and greedy. The first round warms up and is not
-counted. transformers has no field that ignores the token that ends texts, so its answers may be shorter; tokens are
+each send one request after the other to /v1/completions, streaming and greedy. Before each round one request a client warms
+up and is not counted. transformers has no field that ignores the token that ends texts, so its answers may be shorter; tokens are
 counted as the servers report them. The peer needs: pip install transformers[serving] accelerate.
 """
 
@@ -168,9 +168,9 @@ def measure(server: str, model: Path, prompts: list[str], args: argparse.Namespa
         process = subprocess.Popen(words, stdout=stream, stderr=stream, cwd=ROOT, env=environment)
     try:
         wait_until_ready(process, url, log, 600)
-        asyncio.run(load_test(url, server, prompts[: max(4, min(args.clients))], min(args.clients), args))
         rounds = []
         for clients in args.clients:
+            asyncio.run(load_test(url, server, prompts[: max(4, clients)], clients, args))
             before = processor_seconds(process)
             found = asyncio.run(load_test(url, server, prompts[: max(args.requests, 2 * clients)], clients, args))
             found["load"] = os.getloadavg()[0]

@@ -24,7 +24,16 @@ from deepspeed_ext.optimizers import states
 from deepspeed_ext.optimizers.base import Shard, StepScalars
 from deepspeed_ext.optimizers.kernels import triton_ops
 from deepspeed_ext.optimizers.kernels.options import AdamOptions, LionOptions, SGDOptions
-from megatron.optimus.ops.triton import backend, elementwise, grouped_gemm, permute, row_order, tiles
+from megatron.optimus.ops.triton import (
+    backend,
+    elementwise,
+    grouped_gemm,
+    norm,
+    permute,
+    router_statistics,
+    row_order,
+    tiles,
+)
 
 TOKENS, TOPK, EXPERTS, WIDTH, INNER = 256, 4, 16, 512, 256
 MACHINE = tiles.Hardware("gfx942", 304, 65536, False, False, register_bytes=65536, splits_in_shared=True)
@@ -79,8 +88,15 @@ def main() -> None:
     logits = torch.zeros(TOKENS, EXPERTS)
     scores = backend.router_topk(logits, TOPK, False, True, None)[0]
     backend.router_topk_backward(logits, indices, scores[:, :TOPK].contiguous(), None, False, True)
+    router_statistics.statistics(logits, logits, indices)
+    router_statistics.gradients(logits, logits, logits[0], logits[0, 0])
     elementwise.silu_mul_backward(x, x, elementwise.silu_mul(x, x))
     elementwise.rotate(x.view(1, 4, TOKENS, -1), torch.zeros(TOKENS, 64), torch.zeros(TOKENS, 64), False)
+    norm.rms_norm_backward(x, x[0], norm.rms_norm(x, x[0], 1e-5), 1e-5)
+    heads, tables = x.view(1, TOKENS, 4, -1), (torch.zeros(TOKENS, 64), torch.zeros(TOKENS, 64))
+    for scale in (heads[0, 0, 0], x[0]):
+        rotated = norm.norm_rotate(heads, scale, 1e-5, *tables)
+        norm.norm_rotate_backward(heads, scale, rotated.transpose(1, 2), 1e-5, *tables)
     lse = elementwise.log_sum_exp(x)
     valid = torch.ones(TOKENS, dtype=torch.bool)
     elementwise.cross_entropy_gradient_(x, lse, indices[:, 0].contiguous(), valid, valid, 0.0)

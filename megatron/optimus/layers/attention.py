@@ -75,20 +75,22 @@ class Attention(nn.Module):
         Tensor parallelism gives the tokens of all sequences as one row, [1, B * S, W / t].
         """
         length = rope[0].shape[-2]
-        q_BHSd = self._heads(self._normed(q_BSW, self.q_norm), length)
-        k_BGSd = self._heads(self._normed(k_BSW, self.k_norm), length)
-        v_BGSd = self._heads(v_BSW, length)
-        q_BHSd, k_BGSd = apply_rope(q_BHSd, rope), apply_rope(k_BGSd, rope)
+        q_BHSd, k_BGSd = self._rotated(q_BSW, self.q_norm, rope), self._rotated(k_BSW, self.k_norm, rope)
+        v_BGSd = self._heads(self._clipped(v_BSW), length).transpose(1, 2)
         out_BHSd = self.core_attention(q_BHSd, k_BGSd, v_BGSd, documents)
         return out_BHSd.transpose(1, 2).reshape(q_BSW.shape)
 
-    def _normed(self, x_BSW: Tensor, norm: nn.Module) -> Tensor:
-        if not self.norm_heads:
-            return norm(x_BSW)
-        return norm(x_BSW.unflatten(-1, (-1, self.head_dim))).flatten(-2)
+    def _rotated(self, x_BSW: Tensor, norm: nn.Module, rope: RopeTable) -> Tensor:
+        """Queries or keys [B, heads, S, d]: normed, clipped as OLMoE does it, and rotated."""
+        length = rope[0].shape[-2]
+        if isinstance(norm, RMSNorm) and self.clip_qkv is None:
+            return norm(self._heads(x_BSW, length), rope)
+        normed = norm(self._heads(x_BSW, length)).flatten(-2) if self.norm_heads else norm(x_BSW)
+        return apply_rope(self._heads(self._clipped(normed), length).transpose(1, 2), rope)
+
+    def _clipped(self, x_BSW: Tensor) -> Tensor:
+        return x_BSW if self.clip_qkv is None else x_BSW.clamp(-self.clip_qkv, self.clip_qkv)
 
     def _heads(self, x_BSW: Tensor, length: int) -> Tensor:
-        """[B, S, heads * d], or [1, B * S, heads * d], to [B, heads, S, d]; clips after the norm, as OLMoE does."""
-        if self.clip_qkv is not None:
-            x_BSW = x_BSW.clamp(-self.clip_qkv, self.clip_qkv)
-        return x_BSW.reshape(-1, length, x_BSW.shape[-1] // self.head_dim, self.head_dim).transpose(1, 2)
+        """[B, S, heads * d], or [1, B * S, heads * d], to [B, S, heads, d]."""
+        return x_BSW.reshape(-1, length, x_BSW.shape[-1] // self.head_dim, self.head_dim)

@@ -11,7 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.optimus import ops
 from megatron.optimus.config.schema import ModelConfig, Normalization
+from megatron.optimus.layers.rope import RopeTable
 
 
 class RMSNorm(nn.Module):
@@ -22,8 +24,14 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(width))
         self.eps = eps
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+    def forward(self, x: Tensor, rope: RopeTable | None = None) -> Tensor:
+        """The norm of x [..., width]; with ``rope`` x is queries or keys [B, S, H, d], which are rotated too.
+
+        A norm of the width d is then over each head, one of H * d over all heads; the result is [B, H, S, d].
+        """
+        if rope is None:
+            return ops.rms_norm(x, self.weight, self.eps)
+        return ops.norm_rotate(x, self.weight, self.eps, *rope)
 
 
 class NonparametricLayerNorm(nn.Module):

@@ -17,28 +17,22 @@ from megatron.optimus.config.schema import LoadBalancing, ModelConfig, ScoreFunc
 from megatron.optimus.platform import metrics
 
 
-def load_balancing_loss(scores_TE: Tensor, counts_E: Tensor, num_tokens: Tensor | int) -> Tensor:
+def load_balancing_loss(share_E: Tensor, counts_E: Tensor, num_tokens: Tensor | int) -> Tensor:
     """The auxiliary load-balancing loss E * sum_e f_e * P_e (arXiv 2101.03961).
 
-    f_e = counts_E / num_tokens is the share of tokens that chose expert e, taken as a constant. P_e is the mean score
-    of e over the T tokens. The scale is that of Hugging Face's OLMoE: K where the load is perfectly balanced.
+    f_e = counts_E / num_tokens is the share of tokens that chose expert e, taken as a constant. The scale is that of
+    Hugging Face's OLMoE: K where the load is perfectly balanced.
 
     Args:
-        scores_TE: fp32; scores that do not sum to one (sigmoid) are normalised per token first.
+        share_E: P, fp32: the mean score of each expert over the tokens; scores that do not sum to one (sigmoid) are
+            normalised per token first (``ops.router_statistics``).
         counts_E: slots per expert, of these tokens or of more (the whole global batch).
         num_tokens: the tokens that ``counts_E`` counts.
 
     Returns:
-        The loss, fp32 scalar, differentiable in ``scores_TE``.
+        The loss, fp32 scalar, differentiable in ``share_E``.
     """
-    share_TE = scores_TE / scores_TE.sum(dim=-1, keepdim=True)
-    fraction_E = counts_E.to(scores_TE.dtype) / num_tokens
-    return scores_TE.shape[-1] * torch.dot(fraction_E, share_TE.mean(dim=0))
-
-
-def router_z_loss(logits_TE: Tensor) -> Tensor:
-    """The router z-loss, the mean over tokens of logsumexp(logits)^2 (arXiv 2202.08906); it keeps logits small."""
-    return torch.logsumexp(logits_TE, dim=-1).square().mean()
+    return share_E.shape[0] * torch.dot(counts_E.to(share_E.dtype) / num_tokens, share_E)
 
 
 def updated_expert_bias(bias_E: Tensor, counts_E: Tensor, rate: float | Tensor) -> Tensor:
@@ -48,12 +42,6 @@ def updated_expert_bias(bias_E: Tensor, counts_E: Tensor, rate: float | Tensor) 
     """
     load_E = counts_E.to(bias_E.dtype)
     return bias_E + rate * torch.sign(load_E.mean() - load_E)
-
-
-def mean_entropy(scores_TE: Tensor) -> Tensor:
-    """Mean over tokens of the entropy of the router's scores, in nats: ln(E) for equal scores, 0 for a single one."""
-    share_TE = scores_TE / scores_TE.sum(dim=-1, keepdim=True)
-    return torch.special.entr(share_TE).sum(dim=-1).mean()
 
 
 class RouterLosses(NamedTuple):
@@ -99,23 +87,24 @@ class Router(nn.Module):
         )  # fmt: skip
         if self.force_uniform:
             routing = self._uniform(routing)
-        counts_E = ops.expert_counts(routing.indices_TK, logits_TE.shape[1])
-        losses = RouterLosses(self._balancing_loss(routing.scores_TE, counts_E), router_z_loss(logits_TE))
+        statistics = ops.router_statistics(logits_TE, routing.scores_TE, routing.indices_TK)
+        losses = RouterLosses(self._balancing_loss(statistics), statistics.z_loss)
         if self.training and torch.is_grad_enabled():
-            self.step_counts_E += counts_E  # routers are never recomputed, so none is counted twice
+            self.step_counts_E += statistics.counts_E  # routers are never recomputed, so none is counted twice
             metrics.record("aux_loss", losses.aux_loss)
             metrics.record("z_loss", losses.z_loss)
-            metrics.record("router_entropy", mean_entropy(routing.scores_TE.detach()))
+            metrics.record("router_entropy", statistics.entropy)
         return routing, losses, x_TD
 
-    def _balancing_loss(self, scores_TE: Tensor, counts_E: Tensor) -> Tensor:
+    def _balancing_loss(self, statistics: ops.RouterStatistics) -> Tensor:
+        counts_E = statistics.counts_E
         if self.balancing is LoadBalancing.NONE:
-            return scores_TE.new_zeros(())
+            return statistics.share_E.new_zeros(())
         is_global = self.balancing is LoadBalancing.GLOBAL_AUX_LOSS
         seen_E = counts_E + self.step_counts_E if is_global else counts_E.clone()
         if self.balance_group is not None:
             dist.all_reduce(seen_E, group=self.balance_group)
-        return load_balancing_loss(scores_TE, seen_E, seen_E.sum() / self.topk)
+        return load_balancing_loss(statistics.share_E, seen_E, seen_E.sum() / self.topk)
 
     def _uniform(self, routing: ops.Routing) -> ops.Routing:
         """Token t takes experts t*K to t*K+K-1 (mod E): perfectly even, for benchmarks of all but the router."""

@@ -5,7 +5,9 @@
 | ``moe_mlp`` | all SwiGLU experts of a layer on all their tokens |
 | ``route`` | a linear router: logits, scores and the K experts of each token |
 | ``expert_counts`` | the number of slots of each expert |
+| ``router_statistics`` | what losses and metrics need of a router: counts, mean shares, z-loss, entropy |
 | ``copy_rows``, ``sum_copies`` | rows copied to several positions, and the sum of a row's copies |
+| ``rms_norm``, ``norm_rotate`` | RMSNorm; of queries and keys, with the rotary embedding |
 | ``rotate``, ``silu_mul`` | rotary embedding; SwiGLU of a dense MLP |
 | ``log_sum_exp``, ``cross_entropy_gradient_`` | the two passes of cross-entropy over the logits |
 
@@ -24,8 +26,10 @@ from megatron.optimus.ops.elementwise import (
 )
 from megatron.optimus.ops.fused_moe import InputGradients, moe_mlp, prefers_main_grads
 from megatron.optimus.ops.main_grads import MainGrad, main_grad_of
-from megatron.optimus.ops.reference import Routing
+from megatron.optimus.ops.norm import norm_rotate, rms_norm
+from megatron.optimus.ops.reference import RouterStatistics, Routing
 from megatron.optimus.ops.router import expert_counts, route
+from megatron.optimus.ops.router_statistics import router_statistics
 from megatron.optimus.ops.row_copies import copy_rows, sum_copies
 
 __all__ = [
@@ -33,6 +37,7 @@ __all__ = [
     "BackendUnavailableError",
     "InputGradients",
     "MainGrad",
+    "RouterStatistics",
     "Routing",
     "copy_rows",
     "cross_entropy_gradient_",
@@ -42,10 +47,13 @@ __all__ = [
     "log_sum_exp",
     "main_grad_of",
     "moe_mlp",
+    "norm_rotate",
     "prefers_main_grads",
     "resolve",
+    "rms_norm",
     "rotate",
     "route",
+    "router_statistics",
     "set_backend",
     "silu_mul",
     "sum_copies",

@@ -40,13 +40,8 @@ def rotate(x_BHSd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     Raises:
         ValueError: d is odd, or a table does not fit or is on another device.
     """
-    tables = (tuple(x_BHSd.shape[-2:]), (*x_BHSd.shape[:1], 1, *x_BHSd.shape[-2:]))
-    if x_BHSd.dim() != 4 or x_BHSd.shape[-1] % 2 or cos.shape != sin.shape or tuple(cos.shape) not in tables:
-        raise ValueError(
-            f"rotate: x {tuple(x_BHSd.shape)}, cos {tuple(cos.shape)}, sin {tuple(sin.shape)}; expected "
-            "[B, H, S, d] with even d and [S, d] or [B, 1, S, d]"
-        )
-    _check_device("rotate", x_BHSd, cos, sin)
+    check_tables("rotate", tuple(x_BHSd.shape), cos, sin)
+    check_device("rotate", x_BHSd, cos, sin)
     if _kernels_for(x_BHSd) is None:
         return reference.rotate(x_BHSd, cos, sin)
     refuse_tangents("rotate", x_BHSd, cos, sin)
@@ -65,7 +60,7 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """
     if gate.shape != up.shape or gate.dtype != up.dtype:
         raise ValueError(f"silu_mul: gate {gate.dtype} {tuple(gate.shape)} and up {up.dtype} {tuple(up.shape)} differ")
-    _check_device("silu_mul", gate, up)
+    check_device("silu_mul", gate, up)
     if _kernels_for(gate) is None:
         return reference.silu_mul(gate, up)
     refuse_tangents("silu_mul", gate, up)
@@ -122,7 +117,17 @@ def cross_entropy_gradient_(
     return kernels.cross_entropy_gradient_(logits_CV.contiguous(), *arguments)
 
 
-def _check_device(name: str, x: Tensor, *others: Tensor) -> None:
+def check_tables(name: str, shape_BHSd: tuple[int, ...], cos: Tensor, sin: Tensor) -> None:
+    """Raises ValueError where tables of the rotary embedding do not fit queries or keys of this shape."""
+    tables = (shape_BHSd[-2:], (*shape_BHSd[:1], 1, *shape_BHSd[-2:]))
+    if len(shape_BHSd) != 4 or shape_BHSd[-1] % 2 or cos.shape != sin.shape or tuple(cos.shape) not in tables:
+        raise ValueError(
+            f"{name}: x {shape_BHSd}, cos {tuple(cos.shape)}, sin {tuple(sin.shape)}; expected "
+            "[B, H, S, d] with even d and [S, d] or [B, 1, S, d]"
+        )
+
+
+def check_device(name: str, x: Tensor, *others: Tensor) -> None:
     """Raises ValueError for another device: a kernel given an address of other memory would read it silently."""
     if not x.is_floating_point():
         raise ValueError(f"{name}: {x.dtype}; expected a floating dtype")
@@ -133,7 +138,7 @@ def _check_device(name: str, x: Tensor, *others: Tensor) -> None:
 
 def _check_logits(name: str, logits: Tensor, *of_rows: Tensor) -> None:
     """``of_rows``: log-sum-exps, columns, and two of bool."""
-    _check_device(name, logits, *of_rows)
+    check_device(name, logits, *of_rows)
     wanted = zip(of_rows, (torch.float32, torch.int64, torch.bool, torch.bool), strict=False)  # none of them, or all
     if logits.dim() != 2 or any(t.dtype != dtype or t.shape != logits.shape[:1] for t, dtype in wanted):
         given = [f"{t.dtype} {tuple(t.shape)}" for t in of_rows]
@@ -143,10 +148,15 @@ def _check_logits(name: str, logits: Tensor, *of_rows: Tensor) -> None:
         )
 
 
-def _kernels_for(x: Tensor) -> ModuleType | None:
+def runs_triton(x: Tensor) -> bool:
+    """Whether Triton's kernels compute with this tensor."""
     if x.dtype not in _DTYPES or x.numel() == 0 or torch.compiler.is_compiling():
-        return None
-    if resolve_routing(x.device) != Backend.TRITON or is_shape_only(x):
+        return False
+    return resolve_routing(x.device) == Backend.TRITON and not is_shape_only(x)
+
+
+def _kernels_for(x: Tensor) -> ModuleType | None:
+    if not runs_triton(x):
         return None
     from megatron.optimus.ops.triton import elementwise
 

@@ -30,6 +30,15 @@ class Routing(NamedTuple):
     scores_TE: Tensor  # fp32, differentiable: softmax or sigmoid of the logits
 
 
+class RouterStatistics(NamedTuple):
+    """What losses and metrics need of a router's choice for T tokens."""
+
+    counts_E: Tensor  # int64, slots of each expert
+    share_E: Tensor  # mean over tokens of scores / their sum, differentiable in the scores
+    z_loss: Tensor  # mean over tokens of logsumexp(logits)^2 (arXiv 2202.08906), differentiable in the logits
+    entropy: Tensor  # mean over tokens of that of the shares, in nats, without gradient
+
+
 class RowOrder(NamedTuple):
     """Rows of slots sorted by expert, stably: those of one expert lie together, experts ascending.
 
@@ -98,6 +107,14 @@ def expert_counts(indices_TK: Tensor, num_experts: int) -> Tensor:
     ones_N = torch.ones_like(expert_N)
     counts.scatter_add_(0, torch.where(expert_N == -1, num_experts, expert_N), ones_N)
     return counts[:num_experts]
+
+
+def router_statistics(logits_TE: Tensor, scores_TE: Tensor, counts_E: Tensor) -> RouterStatistics:
+    """Mean shares, z-loss and entropy beside the counts; the entropy of equal scores is ln(E), of a single one 0."""
+    share_TE = scores_TE / scores_TE.sum(dim=-1, keepdim=True)
+    z_loss = torch.logsumexp(logits_TE, dim=-1).square().mean()
+    entropy = torch.special.entr(share_TE.detach()).sum(dim=-1).mean()
+    return RouterStatistics(counts_E, share_TE.mean(dim=0), z_loss, entropy)
 
 
 def sort_slots(indices_TK: Tensor, num_experts: int) -> RowOrder:

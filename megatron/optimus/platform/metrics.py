@@ -123,21 +123,21 @@ class Recorder:
         if self._reduces.setdefault(name, reduce) != reduce:
             known = self._reduces[name]
             raise ValueError(f"metric {name!r} is recorded with reduce={known!r} and {reduce!r}; use one of them")
-        if not isinstance(value, Tensor):
-            value = torch.full((), value, dtype=self._dtype, device=self._device)
-        elif value.numel() != 1:
-            raise ValueError(f"metric {name!r} must be one number, got shape {tuple(value.shape)}; reduce it first")
-        value = value.detach().reshape(())
+        if isinstance(value, Tensor):
+            if value.numel() != 1:
+                raise ValueError(f"metric {name!r} must be one number, got shape {tuple(value.shape)}; reduce it first")
+            value = value.detach().reshape(())
         before = self.values.get(name)
-        if before is None:
-            # float64: sums of token counts must stay exact, and one dtype makes one all-reduce.
-            self.values[name] = value.to(self._device, self._dtype, copy=True)
-        elif reduce == "max":
-            self.values[name] = torch.maximum(before, value.to(self._dtype))
-        elif reduce == "min":
-            self.values[name] = torch.minimum(before, value.to(self._dtype))
-        else:
+        if before is not None and reduce in ("sum", "mean"):
             self.values[name] = before + value
+        else:
+            # float64: sums of token counts must stay exact, and one dtype makes one all-reduce.
+            if isinstance(value, Tensor):
+                own = value.to(self._device, self._dtype, copy=True)
+            else:
+                own = torch.full((), value, dtype=self._dtype, device=self._device)
+            bound = torch.maximum if reduce == "max" else torch.minimum
+            self.values[name] = own if before is None else bound(before, own)
         self.weights[name] = self.weights.get(name, 0.0) + weight
 
     def exchange_names(self) -> None:

@@ -122,11 +122,12 @@ def test_auxiliary_loss_equals_transformers_for_one_layer() -> None:
     from transformers.models.olmoe.modeling_olmoe import load_balancing_loss_func
 
     from megatron.optimus.moe.router import load_balancing_loss
-    from megatron.optimus.ops import expert_counts
+    from megatron.optimus.ops import router_statistics
     from megatron.optimus.ops.reference import router_topk
 
     torch.manual_seed(1)
     logits_TE = torch.randn(50, 8)
     routing = router_topk(logits_TE, 3)
-    ours = load_balancing_loss(routing.scores_TE, expert_counts(routing.indices_TK, 8), 50)
+    statistics = router_statistics(logits_TE, routing.scores_TE, routing.indices_TK)
+    ours = load_balancing_loss(statistics.share_E, statistics.counts_E, 50)
     torch.testing.assert_close(ours, load_balancing_loss_func((logits_TE,), 8, 3))

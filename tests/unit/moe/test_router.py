@@ -9,7 +9,7 @@ import torch
 
 from megatron.optimus import ops
 from megatron.optimus.config.schema import LoadBalancing, ModelConfig, ScoreFunction
-from megatron.optimus.moe.router import Router, load_balancing_loss, mean_entropy, router_z_loss, updated_expert_bias
+from megatron.optimus.moe.router import Router, load_balancing_loss, updated_expert_bias
 
 
 def config(**changes: object) -> ModelConfig:
@@ -57,11 +57,8 @@ def test_forced_uniform_routing_is_perfectly_even_but_trains_the_router() -> Non
 
 
 def test_balanced_load_gives_topk_and_collapse_gives_num_experts_times_topk_share() -> None:
-    even_TE = torch.full((8, 4), 0.25)
-    assert load_balancing_loss(even_TE, torch.full((4,), 4), 8) == pytest.approx(2.0)
-    collapsed_TE = torch.zeros(8, 4)
-    collapsed_TE[:, 1] = 1
-    assert load_balancing_loss(collapsed_TE, torch.tensor([0, 8, 0, 0]), 8) == pytest.approx(4.0)
+    assert load_balancing_loss(torch.full((4,), 0.25), torch.full((4,), 4), 8) == pytest.approx(2.0)
+    assert load_balancing_loss(torch.tensor([0.0, 1.0, 0.0, 0.0]), torch.tensor([0, 8, 0, 0]), 8) == pytest.approx(4.0)
 
 
 def test_global_loss_uses_the_whole_step() -> None:
@@ -73,16 +70,18 @@ def test_global_loss_uses_the_whole_step() -> None:
         both(second_TD)  # an evaluation does not count
     assert both.step_counts_E.sum() == 2 * 10
     routing, second, _ = both(second_TD)
-    expected = load_balancing_loss(routing.scores_TE, both.step_counts_E, 40)
+    expected = load_balancing_loss(routing.scores_TE.mean(0), both.step_counts_E, 40)
     torch.testing.assert_close(second.aux_loss, expected)
     both.finish_step(both.step_counts_E, 0.1)
     assert both.step_counts_E.sum() == 0
 
 
 def test_z_loss_and_entropy_closed_forms() -> None:
-    assert router_z_loss(torch.zeros(3, 5)).item() == pytest.approx(math.log(5) ** 2)
-    assert mean_entropy(torch.full((3, 5), 0.2)).item() == pytest.approx(math.log(5))
-    assert mean_entropy(torch.eye(5)).item() == 0.0
+    indices_TK = torch.zeros(5, 1, dtype=torch.int64)
+    even = ops.router_statistics(torch.zeros(5, 5), torch.full((5, 5), 0.2), indices_TK)
+    assert even.z_loss.item() == pytest.approx(math.log(5) ** 2)
+    assert even.entropy.item() == pytest.approx(math.log(5))
+    assert ops.router_statistics(torch.zeros(5, 5), torch.eye(5), indices_TK).entropy.item() == 0.0
 
 
 def test_expert_bias_steers_choice_but_not_weights() -> None:

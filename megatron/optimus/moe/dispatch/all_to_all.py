@@ -196,7 +196,7 @@ class AllToAllDispatcher(TokenDispatcher):
 
     def run_experts(
         self, experts: nn.Module, x_TD: Tensor, routing: Routing, in_flight: None, overlapped: OverlappedWork
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | int]:
         if self.num_chunks == 1:
             return super().run_experts(experts, x_TD, routing, in_flight, overlapped)
         columns = (x_TD, routing.weights_TK, pack_choices(routing), self._owners(routing.indices_TK))

@@ -110,7 +110,7 @@ class TokenDispatcher(ABC):
 
     def run_experts(
         self, experts: nn.Module, x_TD: Tensor, routing: Routing, in_flight: Any, overlapped: OverlappedWork
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | int]:
         """Dispatches this rank's tokens, runs the experts on the rows that arrive, and combines their outputs.
 
         Args:
@@ -118,11 +118,15 @@ class TokenDispatcher(ABC):
             x_TD: as ``dispatch``, and so are ``routing``, ``in_flight`` and ``overlapped``.
 
         Returns:
-            The outputs of this rank's tokens [T, D], and the slots (token and choice) computed on this rank, int64 [].
+            The outputs of this rank's tokens [T, D], and the number of slots (token and choice) computed on this rank.
         """
         rows = self.dispatch(x_TD, routing, in_flight, overlapped)
         y_RD = experts(rows.x_RD, rows.weights_RK, rows.indices_RK, rows.on_input_gradients)
-        return self.combine(y_RD, rows.handle), (rows.indices_RK >= 0).sum()
+        return self.combine(y_RD, rows.handle), self.num_slots(rows)
+
+    def num_slots(self, rows: ExpertRows) -> Tensor | int:
+        """The number of choices that this rank serves; int64 [], on the device, where they depend on the routing."""
+        return (rows.indices_RK >= 0).sum()
 
 
 REGISTRY: dict[TokenDispatcherType, type[TokenDispatcher]] = {}

@@ -21,3 +21,6 @@ class LocalDispatcher(TokenDispatcher):
 
     def combine(self, y_RD: Tensor, handle: Any) -> Tensor:
         return y_RD
+
+    def num_slots(self, rows: ExpertRows) -> int:
+        return rows.indices_RK.numel()

@@ -1,0 +1,127 @@
+"""RMSNorm, alone and with the rotary embedding behind it; statistics in fp32 whatever the dtype.
+
+On GPUs each is one Triton kernel a direction. torch's own takes one block of threads a row: with rows of one head, 64
+elements, norms took a quarter of a step. Elsewhere they are plain PyTorch.
+
+Shapes: B sequences, S positions, H heads, d head width, W the weight's width.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.optimus.ops import reference
+from megatron.optimus.ops.autograd_guards import first_derivative_only, refuse_tangents, reverse_mode_only
+from megatron.optimus.ops.elementwise import check_device, check_tables, runs_triton
+
+
+def rms_norm(x: Tensor, weight_W: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv 1910.07467).
+
+    Args:
+        x: floating [..., W].
+        weight_W: the scale of each element, floating.
+        eps: added to the mean of squares.
+
+    Returns:
+        [..., W] in x's dtype, rounded once.
+
+    Raises:
+        ValueError: the widths differ, or the weight is on another device.
+    """
+    if x.dim() == 0 or x.shape[-1:] != weight_W.shape:
+        raise ValueError(f"rms_norm: x {tuple(x.shape)} and weight {tuple(weight_W.shape)}; expected [..., W] and [W]")
+    check_device("rms_norm", x, weight_W)
+    if _kernels_for(x, weight_W) is None:
+        return F.rms_norm(x, weight_W.shape, weight_W, eps)
+    refuse_tangents("rms_norm", x, weight_W)
+    return _RmsNorm.apply(x, weight_W, eps)
+
+
+def norm_rotate(x_BSHd: Tensor, weight_W: Tensor, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
+    """RMSNorm of queries or keys, then the rotary embedding.
+
+    Args:
+        x_BSHd: as a projection leaves them.
+        weight_W: the norm's scale, [d] for a norm over each head, [H * d] for one over all heads of a position.
+        eps: added to the mean of squares.
+        cos: fp32 [S, d] or [B, 1, S, d], both halves of d alike, without gradient.
+        sin: likewise.
+
+    Returns:
+        [B, H, S, d] in x's dtype; in memory positions come before heads.
+
+    Raises:
+        ValueError: x, the weight or a table do not fit each other or are on another device.
+    """
+    batch, length, heads, width = x_BSHd.shape if x_BSHd.dim() == 4 else (0, 0, 0, 0)
+    if not width or weight_W.dim() != 1 or len(weight_W) not in (width, heads * width):
+        raise ValueError(
+            f"norm_rotate: x {tuple(x_BSHd.shape)} and weight {tuple(weight_W.shape)}; expected [B, S, H, d] and "
+            "[d] or [H * d]"
+        )
+    check_tables("norm_rotate", (batch, heads, length, width), cos, sin)
+    check_device("norm_rotate", x_BSHd, weight_W, cos, sin)
+    if _kernels_for(x_BSHd, weight_W) is None:
+        rows = x_BSHd if len(weight_W) == width else x_BSHd.flatten(-2)
+        normed = F.rms_norm(rows, weight_W.shape, weight_W, eps).view(x_BSHd.shape)
+        return reference.rotate(normed.transpose(1, 2), cos, sin)
+    refuse_tangents("norm_rotate", x_BSHd, weight_W, cos, sin)
+    return _NormRotate.apply(x_BSHd, weight_W, eps, cos, sin)
+
+
+def _kernels_for(x: Tensor, weight_W: Tensor) -> ModuleType | None:
+    if not runs_triton(x):
+        return None
+    from megatron.optimus.ops.triton import norm
+
+    return norm if len(weight_W) <= norm.MAX_WIDTH else None
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_W: Tensor, eps: float) -> Tensor:
+        from megatron.optimus.ops.triton import norm
+
+        ctx.save_for_backward(x, weight_W)
+        ctx.eps = eps
+        return norm.rms_norm(x.reshape(-1, len(weight_W)).contiguous(), weight_W, eps).view(x.shape)
+
+    @staticmethod
+    @first_derivative_only
+    @reverse_mode_only("rms_norm")
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        from megatron.optimus.ops.triton import norm
+
+        x, weight_W = ctx.saved_tensors
+        rows = (t.reshape(-1, len(weight_W)).contiguous() for t in (x, grad))
+        x_NW, grad_NW = rows
+        dx, dweight = norm.rms_norm_backward(x_NW, weight_W, grad_NW, ctx.eps)
+        return dx.view(x.shape), dweight, None
+
+
+class _NormRotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_BSHd: Tensor, weight_W: Tensor, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
+        from megatron.optimus.ops.triton import norm
+
+        x_BSHd, cos, sin = x_BSHd.contiguous(), cos.contiguous(), sin.contiguous()
+        ctx.save_for_backward(x_BSHd, weight_W, cos, sin)
+        ctx.eps = eps
+        return norm.norm_rotate(x_BSHd, weight_W, eps, cos, sin).transpose(1, 2)
+
+    @staticmethod
+    @first_derivative_only
+    @reverse_mode_only("norm_rotate")
+    def backward(ctx: Any, grad_BHSd: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        from megatron.optimus.ops.triton import norm
+
+        x_BSHd, weight_W, cos, sin = ctx.saved_tensors
+        grad_BHSd = grad_BHSd if grad_BHSd.stride(-1) == 1 else grad_BHSd.contiguous()
+        dx, dweight = norm.norm_rotate_backward(x_BSHd, weight_W, grad_BHSd, ctx.eps, cos, sin)
+        return dx, dweight, None, None, None
