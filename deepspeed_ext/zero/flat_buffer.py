@@ -209,6 +209,19 @@ class FlatBuffer:
             bucket.shard.param.copy_(bucket.shard.master)
 
     @torch.no_grad()
+    def scale_rows(self, bucket: Bucket, scales: Mapping[nn.Parameter, Tensor], skip: Tensor) -> None:
+        """Multiplies this rank's rows of the parameters in ``scales``, as ``scale_rows_after_update`` says."""
+        for part in bucket.layout.shard_ranges(self.rank):
+            factors_R = scales.get(self.params[part.name])
+            if factors_R is None:
+                continue
+            columns = self.params[part.name].numel() // len(factors_R)
+            first, last = part.start // columns, (part.stop - 1) // columns
+            factors = torch.where(skip != 0, 1.0, factors_R[first : last + 1]).repeat_interleave(columns)
+            bucket.shard.master[part.where] *= factors[part.start - first * columns :][: part.numel]
+            bucket.shard.param[part.where] = bucket.shard.master[part.where]
+
+    @torch.no_grad()
     def write_training_point(self, options: Mapping[str, Any]) -> None:
         """Writes what the model is trained with into this rank's part of the parameters."""
         for bucket in self.buckets if self.has_masters else ():

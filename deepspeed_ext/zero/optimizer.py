@@ -113,6 +113,7 @@ class EPZeroOptimizer(DeepSpeedFiles, ZeROOptimizer):
         self._state = StepState(self.device, divisor, self.options)
         self._copies: list[StateShard] = []  # returned by state_shards, with copies of states not kept in fp32
         self.gradient_noise: Tensor | None = None  # of the last step, fp64 [groups, 2], see gradient_noise.py
+        self._row_scales: dict[nn.Parameter, Tensor] = {}
         self._further_sums: list[tuple[Bucket, dist.ProcessGroup]] = []
         self._evaluates_average = False
         self._reduced = False
@@ -304,6 +305,7 @@ class EPZeroOptimizer(DeepSpeedFiles, ZeROOptimizer):
         """
         if closure is not None:
             raise ValueError("EPZeroOptimizer.step takes no closure; run forward and backward through the engine")
+        row_scales, self._row_scales = self._row_scales, {}
         norm, terms = self._finish_gradients("step")
         # A norm that is not finite says that a rank has failed, unless such norms are allowed.
         errors = None if self.options.check_grad_overflow else global_norm(terms, self.device, self._norm_groups)
@@ -322,12 +324,24 @@ class EPZeroOptimizer(DeepSpeedFiles, ZeROOptimizer):
                 updated.add(flat_buffer)
                 shards = [bucket.shard for bucket in flat_buffer.buckets]
                 flat_buffer.shard_optimizer.update_matrices_(shards, flat_buffer.exchange, group_options, scalars)
+            if row_scales:
+                flat_buffer.scale_rows(bucket, row_scales, scalars.skip)
             bucket.start_gather()
         self._param_gather.finish_step()
         self._forget_gradients()
         self._was_previous_skipped = self._state.read_previous_outcome()
         if self._was_previous_skipped:
             self._errors.raise_on_all_ranks()
+
+    def scale_rows_after_update(self, scales: Mapping[nn.Parameter, Tensor]) -> None:
+        """Makes the next step multiply rows of parameters after their update, masters included. Local.
+
+        A skipped step multiplies nothing. Ranks that have the same parameter must pass the same factors.
+
+        Args:
+            scales: for each parameter fp32 [rows] on the device, one factor for each index of its first dimension.
+        """
+        self._row_scales = dict(scales)
 
     def _finish_gradients(self, what: str) -> tuple[Tensor, list[Tensor]]:
         """Waits for all summed gradients; returns their global norm and the terms in it that stand for errors."""

@@ -16,6 +16,7 @@ from tests.integration.conftest import Program
 from tests.integration.test_pretrain import numbers, succeed, tensors
 
 COMPLETEP = "--parametrization completep --base-hidden-size 16 --base-num-layers 1"
+QK_CLIP = "--qk-layernorm false --qk-clip-threshold 0.01 --qk-clip-interval 3 "
 QUIET = ("--eval-interval", 0)
 
 
@@ -34,7 +35,7 @@ def test_the_loss_falls_under_sgd(tmp_path: Path, train: Program) -> None:
     ("options", "ranks", "kinds"),
     [
         (
-            "--optimizer muon --lr 1e-2 --muon-momentum 0.9 --expert-model-parallel-size 2 " + COMPLETEP,
+            "--optimizer muon --lr 1e-2 --muon-momentum 0.9 --expert-model-parallel-size 2 " + QK_CLIP + COMPLETEP,
             2,
             {"momentum_buffer"},
         ),
@@ -56,6 +57,8 @@ def test_resumed_run_equals_the_unbroken_one_bit_for_bit(
     shutil.rmtree(broken / "checkpoints/step-00000008")
     assert "step 6, 48 samples" in succeed(train(broken, *options.split(), *QUIET, ranks=ranks))
     assert numbers(broken) == numbers(unbroken)
+    clipped = [[line.get("qk_clipped_heads") for line in read_metrics(d / "metrics.jsonl")] for d in (broken, unbroken)]
+    assert clipped[0] == clipped[1] and ((clipped[0][6] or 0) > 0) == (QK_CLIP in options), clipped
     resumed, reference = (tensors(run / "checkpoints/step-00000008") for run in (broken, unbroken))
     assert {kind for _, kind in reference} >= {"master"} | kinds
     for key, tensor in reference.items():

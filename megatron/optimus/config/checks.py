@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron.optimus.config.duration import batch_sizes, check_batch_sizes, schedule_lengths
-from megatron.optimus.config.family import ParameterKind, layer_parameters
+from megatron.optimus.config.family import Family, ParameterKind, family_of, layer_parameters
 from megatron.optimus.config.layout import Layout
 from megatron.optimus.config.parametrization import ADAM_LIKE, MUON_LIKE
 from megatron.optimus.config.schema import (
@@ -529,6 +529,22 @@ def sophia_batch_fits(config: RunConfig, world_size: int) -> str | None:
     )
 
 
+def qk_clip_reaches_logits(config: RunConfig, world_size: int) -> str | None:
+    """QK-clip scales projections whose products are the logits."""
+    threshold, model = config.optimizer.qk_clip_threshold, config.model
+    if threshold == 0:
+        return None
+    if model.qk_layernorm or model.clip_qkv is not None:
+        what = "qk_layernorm" if model.qk_layernorm else f"clip_qkv={model.clip_qkv}"
+        return (
+            f"qk_clip_threshold={threshold} with {what}, which bounds logits already and does not follow the scale of "
+            f"the projections; use qk_clip_threshold=0, or leave {what.partition('=')[0]} out"
+        )
+    if family_of(model).attention != Family.attention:
+        return f"qk_clip_threshold={threshold} knows the decoder's own attention only, not that of {model.model_family}"
+    return None
+
+
 def parametrization_has_a_rule(config: RunConfig, world_size: int) -> str | None:
     """muP and CompleteP know how the optimizer's rates follow the width."""
     chosen, optimizer = config.model.parametrization, config.optimizer.optimizer
@@ -597,6 +613,7 @@ RULES: list[Rule] = [
     integrity_checks_fit_layout,
     tasks_fit_layout,
     sophia_batch_fits,
+    qk_clip_reaches_logits,
     parametrization_has_a_rule,
     noise_scale_is_measurable,
 ]

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 # Options whose name begins so are read by these optimizers. AdamW's (adam_) are read by many, and presets set them.
 _READ_BY: Mapping[str, tuple[OptimizerName, ...]] = {
     "schedule_free_": (OptimizerName.SCHEDULE_FREE_ADAMW, OptimizerName.SCHEDULE_FREE_SGD),
+    "qk_clip_": (OptimizerName.MUON, OptimizerName.NORMUON),
     "muon_": tuple(name for name in OptimizerName if name.is_for_matrices),
     **{
         f"{name.value}_": (name,)

@@ -356,6 +356,12 @@ class OptimizerConfig:
     muon_adjust_lr_fn: MuonLRAdjustment = option(
         MuonLRAdjustment.MATCH_RMS_ADAMW, "Muon: scale of the learning rate by a matrix's shape"
     )
+    qk_clip_threshold: float = option(
+        0.0,
+        "muon, normuon: scale the query and key weights of heads whose largest attention logit of a step exceeds this; "
+        "0: no; 100 is usual",
+    )
+    qk_clip_interval: int = option(1, "steps from one measurement of attention logits to the next")
     normuon_beta2: float = option(0.95, "decay rate of NorMuon's second moment of rows; its other options are Muon's")
     soap_beta1: float = option(0.95, "decay rate of SOAP's first moment")
     soap_beta2: float = option(0.95, "decay rate of SOAP's second moment and of its factors")
@@ -426,7 +432,8 @@ class OptimizerConfig:
         require(
             not is_rising or self.min_lr > 0, f"min_lr={self.min_lr} with lr_decay_style=range-test: use 1e-6 or so"
         )
-        at_least(self, 1, "muon_num_ns_steps", "ddp_bucket_size")
+        at_least(self, 1, "muon_num_ns_steps", "ddp_bucket_size", "qk_clip_interval")
+        at_least(self, 0, "qk_clip_threshold")
         at_least(self, 1, "soap_precondition_frequency", "soap_max_dim", "galore_rank", "galore_update_proj_gap")
         at_least(self, 1, "shampoo_block_size", "shampoo_precondition_frequency")
         positive(self, "shampoo_eps", "galore_scale", "dion_rank_fraction")

@@ -77,6 +77,7 @@ from megatron.optimus.training.noise_scale import GradientNoiseScale
 from megatron.optimus.training.nonfinite import NonFiniteSource
 from megatron.optimus.training.pipeline_schedule import Schedule, build_schedule
 from megatron.optimus.training.profiling import StepProfiler
+from megatron.optimus.training.qk_clip import QKClip
 from megatron.optimus.training.rollback import RollbackRequested, Rollbacks
 from megatron.optimus.training.stragglers import STEPS, StepSampler
 from megatron.optimus.training.timing import StepClock, StepTime, mfu
@@ -222,6 +223,7 @@ class Trainer:
         with startup.phase("optimizer", "building the optimizer and its states"):
             self.engine = build_engine(run, self.model)
             self.schedule = build_schedule(run, self.engine)
+            self.qk_clip = QKClip(run, self.model, self.engine) if config.optimizer.qk_clip_threshold else None
         with startup.phase("checkpoint", "looking for a checkpoint and loading it"):
             self.checkpoints = Checkpoints(run, self.model, self.engine)
             # Optimizer steps done, and the position in the order of samples, which is the whole state of the data.
@@ -371,6 +373,8 @@ class Trainer:
                 self.integrity.forget()
             with self.run.ranks.failing_alike():
                 self.integrity.check_gradients(self.step + 1, self.consumed_samples, batches)
+            if self.qk_clip is not None:
+                self.qk_clip.begin_step(self.step)
             result = train_step(
                 *(self.run, self.engine, self.schedule, self.recorder, batches),
                 before_update=self._before_update,
@@ -416,6 +420,8 @@ class Trainer:
         return [batch.to(self.run.device) for batch in batches]
 
     def _before_update(self) -> None:
+        if self.qk_clip is not None:
+            self.qk_clip.before_update(self.recorder)
         self.checkpoints.before_update()
         self.integrity.before_update(self.step + 1, self.recorder)
 

@@ -187,6 +187,12 @@ CHUNKS = "--virtual-pipeline-model-parallel-size 2"
             ["sophia_batch_size=6 must be a multiple of micro_batch_size x data parallel size = 4"],
         ),
         ("--optimizer sophia --sophia-interval 10 --sophia-batch-size 64", 1, ["=64", "at most global_batch_size"]),
+        ("--optimizer muon --qk-clip-threshold 100", 1, ["=100.0 with qk_layernorm, which bounds", "threshold=0"]),
+        (
+            "--optimizer muon --qk-clip-threshold 100 --qk-layernorm false --clip-qkv 8",
+            1,
+            ["=100.0 with clip_qkv=8.0", "leave clip_qkv out"],
+        ),
     ],
 )
 def test_impossible_combinations(flags: str, world: int, parts: list[str]) -> None:

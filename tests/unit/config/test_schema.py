@@ -76,6 +76,8 @@ CONSTANT = {"lr_decay_style": LRDecayStyle.CONSTANT}
             ["optimizer=schedule-free-sgd keeps an average of its own"],
         ),
         (OptimizerConfig, {"sophia_interval": 10}, ["sophia_interval=10 is an option of sophia"]),
+        (OptimizerConfig, {"qk_clip_threshold": 9.0}, ["qk_clip_threshold=9.0 is an option of muon or normuon"]),
+        (OptimizerConfig, {"qk_clip_threshold": -1.0, "optimizer": NAME.MUON}, ["qk_clip_threshold=-1.0"]),
         (OptimizerConfig, {"optimizer_options": ["eps=1"]}, ["optimizer_options=eps=1 is for", "optimizer=adam"]),
         (OptimizerConfig, {"optimizer": NAME.SOPHIA}, ["optimizer=sophia needs sophia_interval", "10 is usual"]),
         (OptimizerConfig, {"optimizer": NAME.SOPHIA, "sophia_interval": 0}, ["sophia_interval=0", "1 or more"]),
