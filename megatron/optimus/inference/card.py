@@ -29,7 +29,7 @@ _PREFERRED = ("acc,none", "exact_match,none", "acc_norm,none")  # the score of a
 
 @dataclass(frozen=True)
 class Bin:
-    """Answers of similar confidence."""
+    """A bin of the reliability diagram: answers of similar confidence."""
 
     count: int
     confidence: float  # mean
@@ -52,7 +52,7 @@ class Calibration:
 
 @dataclass
 class TaskCard:
-    """One task."""
+    """The results of one task on the card."""
 
     name: str
     metric: str  # the score that ``by_seed``, ``by_instruction`` and ``by_shots`` have

@@ -37,7 +37,7 @@ _MOST_NAMED = 4
 
 
 class _Comparison(NamedTuple):
-    """What one step compared, on the device."""
+    """The comparisons of one step, whose results are still on the device."""
 
     step: int
     changed: Tensor | None  # bool, of this rank's states
@@ -88,7 +88,7 @@ class Integrity:
             self._states.record()
 
     def forget(self) -> None:
-        """Call when states have changed by other means than an update."""
+        """Drops the checksums of states. Call when states have changed by other means than an update."""
         if self._states is not None:
             self._states.forget()
 
@@ -230,7 +230,7 @@ def suspects_of(ranks: Sequence[int], names: Sequence[str], sums: Tensor) -> tup
 
 
 def describe(everyone: Sequence[tuple[str, list[str], list[tuple[str, list[int], bool]]]]) -> str:
-    """Says what was found.
+    """Describes what was found, for the error.
 
     Args:
         everyone: of each rank its host, the states that changed there, and what ``suspects_of`` found.
