@@ -8,6 +8,7 @@ MODULES = (
     "deepspeed",
     "torch._dynamo",  # this and the next are imported by the first optimizer and the first pipeline of a rank
     "torch.distributed.pipelining",
+    "torch._inductor.compile_fx",  # of DeepSpeed's own optimizers
     "megatron.optimus.pretrain",
     "megatron.optimus.training.trainer",
     "megatron.optimus.training.evaluate",
