@@ -27,7 +27,7 @@ if __name__ == "__main__":
     sys.excepthook = missing_packages.excepthook
 
 from megatron.optimus.config.checks import check, check_trainable
-from megatron.optimus.config.load import Parser, Run, load, one_of_names, whole_number
+from megatron.optimus.config.load import CommandLine, Parser, load, one_of_names, whole_number
 from megatron.optimus.config.schema import ConfigError, RunConfig
 from megatron.optimus.describe import describe
 from megatron.optimus.launcher.agent import LocalAgent, run_local_ranks
@@ -248,7 +248,7 @@ def _newest_step(config: RunConfig, memory: Path | None) -> int:
     return max([memory_slots.newest_step(memory), *steps])
 
 
-def _describe(launch: Launch, run: Run) -> str:
+def _describe(launch: Launch, run: CommandLine) -> str:
     """Returns what ``--dry-run`` prints. Raises ConfigError for a run that cannot work."""
     nodes, per_node = launch.num_nodes, launch.ranks_per_node
     lines = [f"# {nodes} node{'s' * (nodes > 1)} x {per_node} ranks = {launch.world_size} ranks, {launch.method.value}"]
