@@ -14,7 +14,7 @@ from tests.helpers import start_program
 from tests.integration.conftest import TINY
 from tests.integration.imitated_cluster import ImitatedCluster
 
-HOSTS, LAST = ["x0", "x1", "x2", "x3"], 40
+HOSTS, LAST = ["x0", "x1", "x2", "x3"], 50
 RUN = f"--train-iters {LAST} --eval-interval 0 --expert-model-parallel-size 4".split()
 
 
