@@ -2,6 +2,7 @@
 
 import gc
 import importlib
+import importlib.util
 
 MODULES = (
     "deepspeed",
@@ -10,6 +11,7 @@ MODULES = (
     "megatron.optimus.pretrain",
     "megatron.optimus.training.trainer",
     "megatron.optimus.training.evaluate",
+    *(("pytorch_optimizer",) if importlib.util.find_spec("pytorch_optimizer") else ()),  # it imports transformers
 )
 
 for name in MODULES:

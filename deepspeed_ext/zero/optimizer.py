@@ -616,10 +616,6 @@ class EPZeroOptimizer(DeepSpeedFiles, ZeROOptimizer):
         self._require_at_rest("tensor_states", "optim_states")
         return sharded_state.tensor_states(self, all_copies=all_copies)
 
-    def forget_copies(self) -> None:
-        """Frees the decoded copies that ``state_shards`` returned. For callers that only read them."""
-        self._copies = []
-
     def offload_states(
         self,
         include: Container[OffloadStateTypeEnum] | None = None,

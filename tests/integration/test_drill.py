@@ -12,7 +12,8 @@ from megatron.optimus.commands.drill_faults import FAULTS
 
 
 def test_short_drill(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--ranks", "2", "--faults", "kill,flip,disk-full,link-cut", "--steps", "70", "--out", str(tmp_path / "out")]
+    words = ["--ranks", "2", "--faults", "kill,flip,disk-full,link-cut", "--steps", "70"]
+    words += ["--out", str(tmp_path / "out")]
     assert drill.main(words) == 0, capsys.readouterr().out
     found = json.loads((tmp_path / "out" / "drill.json").read_text())
     assert sorted(one["fault"] for one in found["faults"]) == ["disk-full", "flip", "kill", "link-cut"]

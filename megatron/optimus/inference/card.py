@@ -81,7 +81,7 @@ def measure(
     shots: Sequence[int],
     progress: Callable[[str], None] = lambda text: None,
 ) -> list[TaskCard]:
-    """Evaluates a model on each task in many ways. Collective over the model's ranks.
+    """Evaluates a model on each task with several seeds, instructions and numbers of examples. Collective.
 
     Args:
         model: in evaluation mode.

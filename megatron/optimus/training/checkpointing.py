@@ -89,6 +89,9 @@ class Checkpoints:
             lambda: Mirror(url) if url is not None and mesh.rank == 0 else None, f"opening {url}", CheckpointError
         )
         self._last_step = -1  # the step whose save ends the run
+        self._tokenizer_data = self._ranks.run_on_all_ranks(
+            lambda: self._read_tokenizer() if mesh.rank == 0 else {}, "reading the tokenizer", CheckpointError
+        )
         self._saver = Saver(
             self._root,
             ranks=run.ranks,
@@ -97,9 +100,7 @@ class Checkpoints:
             check_lock=self._lock.check if self._lock is not None else lambda: None,
             retry_seconds=60 * config.checkpoint.max_unsaved_minutes,
             on_failure=lambda step, text: self.alerts.send(SAVE_FAILED, step, text),
-            tokenizer=self._ranks.run_on_all_ranks(
-                lambda: self._read_tokenizer() if mesh.rank == 0 else {}, "reading the tokenizer", CheckpointError
-            ),
+            tokenizer=self._tokenizer_data,
         )
 
         self._rng: list[TensorSlice] = []  # states of the random generators that were asked for
@@ -138,7 +139,7 @@ class Checkpoints:
             slices, _ = self._slices(kind)
             self._saver.prepare(slices, self._header(kind, 0, 0))
         if self._memory is not None:
-            self._memory.prepare(self._memory_slices())
+            self._memory.prepare(self._memory_slices(), self._slices("full")[0])
 
     def before_update(self) -> None:
         """Makes the update wait for a copy of the state in flight. Call before the optimizer's step. Local."""
@@ -448,11 +449,22 @@ class Checkpoints:
             return None
         committed = commit.list_committed(self._root) if self._mesh.rank == 0 else []
         [newest] = self._ranks.broadcast([committed[-1].step if committed else 0])
-        manifest = self._memory.restore(self._memory_slices(), newest)
+        manifest = self._memory.restore(self._memory_slices(), newest, self._write_out)
         if manifest is not None:
             with self._ranks.failing_alike():
                 self._check_fits(manifest)
         return manifest
+
+    def _write_out(self, slices: list[TensorSlice], header: Manifest) -> None:
+        """Saves a state that ranks of another layout left in host memory; all ranks then load it from disk."""
+        saver = Saver(
+            self._root,
+            ranks=self._ranks,
+            asynchronous=False,
+            check_lock=self._lock.check if self._lock is not None else lambda: None,
+            tokenizer=self._tokenizer_data,
+        )
+        self._note(saver.start(slices, header, retain=self._config.checkpoint.save_retain))
 
     def _set_aside(self) -> None:
         folder = commit.set_aside(self._root)

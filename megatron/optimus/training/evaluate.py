@@ -87,11 +87,6 @@ def loss_over(run: RunContext, loader: BatchLoader, schedule: Schedule, bytes_V:
     return set_loss(run, schedule, map(read, range(loader.num_batches)), bytes_V)
 
 
-def validation_loss(run: RunContext, schedule: Schedule, batches: Iterable[Sequence[Batch]]) -> float:
-    """Mean cross-entropy in nats per label over global batches, each given as this rank's micro-batches. Collective."""
-    return set_loss(run, schedule, batches).loss
-
-
 @needs_memory("an evaluation")
 def set_loss(
     run: RunContext, schedule: Schedule, batches: Iterable[Sequence[Batch]], bytes_V: Tensor | None = None

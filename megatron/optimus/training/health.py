@@ -126,7 +126,7 @@ class Outlier(NamedTuple):
 
 
 class Outliers:
-    """Tells values that are far above the last ones of their kind.
+    """Finds values that are far above the recent values of the same metric.
 
     The usual value is the median of the last _RECENT, and the spread is estimated from the differences of neighbours: a
     loss that falls steadily or a norm during warm-up has small ones, though its values differ much.
@@ -141,7 +141,7 @@ class Outliers:
         self._recent: deque[float] = deque(maxlen=_RECENT)
 
     def check(self, value: float) -> Outlier | None:
-        """Adds a value. Returns it with what is usual where it is far above, else None."""
+        """Adds a value. Returns it with the usual value and spread if it is an outlier, else None."""
         if not math.isfinite(value) or (self._is_factor and value <= 0):
             return None
         scaled = math.log(value) if self._is_factor else value
