@@ -264,7 +264,11 @@ FAULTS = {
             alone=True,  # what is started then has other parents
         ),
         Fault(
-            *("two-nodes", "the same of two nodes at once", "restart from disk, bit-identical, a rank is named"),
+            *(
+                "two-nodes",
+                "SIGKILL of two nodes' ranks, their memory lost",
+                "restart from disk, bit-identical, a rank is named",
+            ),
             *(partial(_lose_nodes, count=2), _KILLED),
         ),
         Fault(

@@ -211,6 +211,7 @@ class Trainer:
     tasks: Tasks | None = None
     alerts = NO_ALERTS
     bytes_V: Tensor | None = None  # of text of each token, for bits per byte
+    qk_clip: QKClip | None = None
 
     def __init__(self, run: RunContext, tasks: Tasks | None = None) -> None:
         config = run.config
