@@ -3,6 +3,7 @@
 # make test        everything that can be tested here                       that already has the dependencies)
 # make campaigns   long experiments: kills, damage, layouts, endings
 # make test-ipex   unit tests and a short run on torch 2.8 with Intel's extension, in .venv-ipex
+# make test-deepspeed VERSION=0.18.9   tests against stock DeepSpeed, on that version of it
 # make docs        the documentation site, into build/site
 
 VENV ?= .venv
@@ -34,7 +35,7 @@ QUICK := tests/packaging/test_structure.py tests/packaging/test_documents.py tes
     tests/unit/data/test_dataset.py tests/unit/checkpoint/test_slices.py tests/unit/checkpoint/test_manifest.py \
     tests/unit/training/test_lr_schedule.py tests/unit/training/test_health.py tests/unit/deepspeed_ext/zero
 
-.PHONY: demo check test test-ipex campaigns docs lint kernels clean
+.PHONY: demo check test test-deepspeed test-ipex campaigns docs lint kernels clean
 
 demo: kernels
 	$(PYTHON) examples/local/demo.py $(if $(CORPUS),--corpus '$(subst ','\'',$(CORPUS))')
@@ -45,6 +46,17 @@ test: lint kernels $(SYCL) $(TRITON)
 
 check: lint
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -n $(TEST_WORKERS) --dist loadfile -m "not slow and not gpu" $(QUICK)
+
+# Another version of DeepSpeed, in a folder of its own before the environment's.
+VERSION ?= 0.18.9
+OTHER_DEEPSPEED := build/deepspeed-$(VERSION)
+
+test-deepspeed: kernels
+	test -d $(OTHER_DEEPSPEED) || $(PYTHON) -m pip install --quiet --no-deps --no-build-isolation \
+	    --target $(OTHER_DEEPSPEED) deepspeed==$(VERSION)
+	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/$(OTHER_DEEPSPEED) $(PYTHON) -m pytest -q tests/distributed/test_drop_in.py \
+	    tests/distributed/test_zero_engine.py tests/distributed/test_zero_behaviour.py \
+	    tests/distributed/test_zero_full_access.py
 
 # The oldest torch that is supported, with Intel's extension of it. pip's index has torch 2.8 as a build for CUDA, 4 GB
 # with its libraries; an index of CPU builds in TORCH_INDEX saves most. Kernels are built in a copy of the tree, because

@@ -7,12 +7,11 @@ The parameters' attributes ``allreduce`` and ``group_name`` and the checkpoints'
 
 import contextlib
 import importlib
-import logging
 
-import deepspeed_ext.lean_import  # noqa: F401
+import deepspeed_ext.lean_import
+import deepspeed_ext.versions  # noqa: F401  # refuses versions that cannot work, before their names are missed
 
 # isort: split
-import deepspeed
 from deepspeed.compile.util import is_deepcompile_supported
 
 from deepspeed_ext.engine import EPEngine
@@ -44,15 +43,6 @@ __all__ = [
     "run_program",
     "shutdown",
 ]
-
-TESTED_DEEPSPEED = "0.19.8"  # what the engine calls of its optimizer is no public interface
-if deepspeed.__version__.split("+")[0] != TESTED_DEEPSPEED:
-    logging.getLogger("deepspeed_ext").warning(
-        "deepspeed %s is installed; this optimizer was tested with %s only (pip install deepspeed==%s)",
-        deepspeed.__version__,
-        TESTED_DEEPSPEED,
-        TESTED_DEEPSPEED,
-    )
 
 
 def import_ahead() -> None:

@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from deepspeed_ext import universal
+from deepspeed_ext import universal, versions
 from deepspeed_ext.groups import ZeroGroups, expert_group_name, ranks_of, world_group
 from deepspeed_ext.zero.optimizer import EPZeroOptimizer
 from deepspeed_ext.zero.options import ZeroOptions
-from deepspeed_ext.zero.sync_errors import require_same_on_all_ranks, run_on_all_ranks
+from deepspeed_ext.zero.sync_errors import InvalidCall, require_same_on_all_ranks, run_on_all_ranks
 
 
 class EPEngineMixin:
@@ -67,11 +67,11 @@ class EPEngineMixin:
         """Runs backward as DeepSpeed's engine does.
 
         Raises:
-            ValueError: the loss is no scalar tensor, or requires no gradient.
+            InvalidCall: the loss is no scalar tensor, or requires no gradient.
         """
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
             what = f"{tuple(loss.shape)}, requires_grad={loss.requires_grad}" if torch.is_tensor(loss) else repr(loss)
-            raise ValueError(f"engine.backward needs a scalar loss that forward computed with gradients, got {what}")
+            raise InvalidCall(f"engine.backward needs a scalar tensor that forward computed with gradients, got {what}")
         self.optimizer.end_interrupted_backward()
         # DeepSpeed sets this in a hook on the engine's outputs; a loss that does not depend on them would bypass it.
         self.optimizer.set_gradient_accumulation_boundary(self.is_gradient_accumulation_boundary())  # type: ignore[attr-defined]
@@ -101,11 +101,11 @@ class EPEngineMixin:
         With stage 2, full-size gradients exist inside.
 
         Raises:
-            RuntimeError: inside another such context or ``no_sync``, or without managed gradient accumulation.
+            InvalidCall: inside another such context or ``no_sync``, or without managed gradient accumulation.
         """
-        if self.inside_no_sync_ctxt or not self.managed_gradient_accumulation():  # type: ignore[attr-defined, has-type]
-            raise RuntimeError(
-                "coalesce_grad_reduction() stands alone: not inside no_sync() or another, and not with "
+        if self.inside_no_sync_ctxt or not versions.manages_accumulation(self):  # type: ignore[has-type]
+            raise InvalidCall(
+                "coalesce_grad_reduction() cannot be nested, in no_sync() or another, and is not for "
                 "managed_gradient_accumulation=false, where step() alone reduces"
             )
         self.inside_no_sync_ctxt = True

@@ -14,6 +14,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.zero import partition_parameters
 from torch import nn
 
+from deepspeed_ext import versions
 from deepspeed_ext.config_checks import check_kinds
 from deepspeed_ext.config_keys import keys_without_effect, refuse_unsupported, unknown_keys
 from deepspeed_ext.ds_config import build_torch_optimizer, reason_for_deepspeed, resolve_config, zero_options
@@ -30,6 +31,7 @@ from deepspeed_ext.optimizers import shard_optimizer_for
 from deepspeed_ext.zero.deepspeed_api import is_attached
 from deepspeed_ext.zero.options import ZeroOptions
 from deepspeed_ext.zero.sync_errors import (
+    InvalidCall,
     Signatures,
     check_same_parameters,
     gather,
@@ -94,7 +96,7 @@ def initialize(
 
     def read() -> tuple[nn.Module, dict[str, Any], str | None, int | None]:
         if not isinstance(model, nn.Module):
-            raise ValueError(f"initialize needs model=, a torch.nn.Module, got {type(model).__name__}")
+            raise InvalidCall(f"initialize needs model=, a torch.nn.Module, got {type(model).__name__}")
         resolved = resolve_config(args, config, config_params)
         check_kinds(resolved)
         marked = None if is_expert is None else mark_experts(model, is_expert)
@@ -149,7 +151,7 @@ def _build_engine(
     partition_parameters.shutdown_init_context()  # a surrounding zero.Init must not see the engine's own modules
     engine = EPEngine(config=config, **passed_on)
     partition_parameters.restore_init_context()
-    engine._configure_python_gc()
+    versions.configure_python_gc(engine)
     return engine
 
 

@@ -20,6 +20,7 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor
 
+from deepspeed_ext import versions
 from deepspeed_ext.groups import world_group
 from deepspeed_ext.zero.grad_scaling import loss_scale_state
 from deepspeed_ext.zero.sync_errors import gather, run_on_all_ranks
@@ -60,19 +61,21 @@ class FlatPartition(Tensor):
     Args:
         pieces: one flat tensor for each bucket, the rank's shard; after ``narrow`` some are empty.
         refusal: raised as a ValueError for every use; None: it can be used.
+        can_join: whether the zero_to_fp32 that goes with the file skips paddings: without it ``cat`` is a ValueError.
     """
 
     pieces: list[Tensor]
     refusal: str | None
+    can_join: bool
 
-    def __new__(cls, pieces: Sequence[Tensor], refusal: str | None = None) -> FlatPartition:
+    def __new__(cls, pieces: Sequence[Tensor], refusal: str | None = None, can_join: bool = True) -> FlatPartition:
         self = torch.empty(0).as_subclass(cls)
-        self.pieces, self.refusal = list(pieces), refusal
+        self.pieces, self.refusal, self.can_join = list(pieces), refusal, can_join
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles the pieces, which ``torch.save`` writes once however often they are in a file."""
-        return FlatPartition, (self.pieces, self.refusal)
+        return FlatPartition, (self.pieces, self.refusal, self.can_join)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -82,6 +85,11 @@ class FlatPartition(Tensor):
         for refusal in (one.refusal for one in parts if isinstance(one, FlatPartition) and one.refusal):
             raise ValueError(refusal)
         if func is torch.cat and all(isinstance(one, FlatPartition) for one in parts):
+            if not (versions.script_reads_paddings() and all(one.can_join for one in parts)):
+                raise ValueError(
+                    f"zero_to_fp32 of deepspeed before 0.19.7 misreads these files (here is {deepspeed_version}, and "
+                    "one wrote them); load them by an engine and save again with a newer one, or use ds_to_universal"
+                )
             return torch.cat(
                 [piece for of_ranks in zip(*(one.pieces for one in parts), strict=True) for piece in of_ranks]
             )
@@ -111,6 +119,7 @@ def add_stock_fields(optimizer: EPZeroOptimizer, ours: dict[str, Any]) -> dict[s
     """
     shards, masters, states = iter(ours["shards"]), [], {}
     step = torch.tensor(float(ours["step_count"]))
+    can_join = versions.script_reads_paddings()
     for index, flat_buffer in enumerate(optimizer.flat_buffers):
         own = [next(shards) for _ in flat_buffer.buckets]
         spread = None
@@ -119,7 +128,7 @@ def add_stock_fields(optimizer: EPZeroOptimizer, ours: dict[str, Any]) -> dict[s
                 f"experts of {flat_buffer.key.expert_group!r} are spread over ranks, which DeepSpeed's scripts would "
                 "mix; load them by an engine of deepspeed_ext.initialize and read them by safe_get_full_fp32_param"
             )
-        masters.append(FlatPartition([shard["master"] for shard in own], spread))
+        masters.append(FlatPartition([shard["master"] for shard in own], spread, can_join))
         states[index] = {kind: _universal_state(optimizer, own, kind, spread) for kind in _UNIVERSAL_KINDS}
         states[index]["step"] = step
     fields = {

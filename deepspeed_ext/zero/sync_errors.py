@@ -45,6 +45,10 @@ T = TypeVar("T")
 # ---- the same on every rank
 
 
+class InvalidCall(ValueError, RuntimeError, AssertionError):
+    """A call or a configuration that DeepSpeed answers by an assertion: who catches that class catches ours."""
+
+
 def gather(item: T, group: dist.ProcessGroup) -> dict[int, T]:
     """Returns every rank's item, by global rank. Collective over ``group``."""
     ranks = dist.get_process_group_ranks(group)
@@ -64,18 +68,21 @@ def run_on_all_ranks(action: Callable[[], T], group: dist.ProcessGroup) -> T:
         What the action has returned on this rank.
 
     Raises:
-        ValueError: with the words of the first rank that failed, on every rank.
+        ValueError: with the words of the first rank that failed, on every rank; an ``InvalidCall`` where that rank met
+            an AssertionError, as DeepSpeed's checks of a configuration raise it.
     """
     result: list[T] = []
     error = cause = None
     try:
         result.append(action())
     except Exception as failure:
-        error, cause = in_one_line(failure), failure
-    errors = {rank: text for rank, text in gather(error, group).items() if text is not None}
+        error, cause = (in_one_line(failure), isinstance(failure, AssertionError)), failure
+    errors = {rank: found for rank, found in gather(error, group).items() if found is not None}
     if errors:
         first = min(errors)
-        raise ValueError(f"{errors[first]} (on {len(errors)} rank(s), first rank {first})") from cause
+        text, is_assertion = errors[first]
+        kind = InvalidCall if is_assertion else ValueError
+        raise kind(f"{text} (on {len(errors)} rank(s), first rank {first})") from cause
     return result[0]
 
 

@@ -97,7 +97,7 @@ def _step_without_backward() -> dict[str, str]:
         "(), requires_grad=False": torch.ones(()),
     }
     for said, loss in wrong.items():
-        with pytest.raises(ValueError, match=f"needs a scalar loss that .*got {re.escape(said)}"):
+        with pytest.raises(ValueError, match=f"needs a scalar tensor that .*got {re.escape(said)}"):
             engine.backward(loss)
     return {"without a backward since": errors[0], "call engine.backward(loss) first": errors[1]}
 

@@ -1,0 +1,87 @@
+"""The versions of DeepSpeed that the engine works with: its subclass and its optimizer use names that are not public.
+
+One rule: a version is in the range when the tests that build an engine pass with it
+(``make test-deepspeed VERSION=0.18.9``). What only some of them have is asked for here and nowhere else. Versions
+before 0.18.3 drive backward in another way, which ours cannot follow.
+"""
+
+import inspect
+import logging
+from typing import TYPE_CHECKING, Any
+
+import deepspeed
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.utils import zero_to_fp32
+
+OLDEST, NEWEST = (0, 18, 9), (0, 19, 8)
+
+
+def problem_with(version: str) -> str | None:
+    """Returns one line that names the range if the version is outside of it.
+
+    Args:
+        version: as ``deepspeed.__version__`` has it.
+
+    Returns:
+        None for a version of the range.
+    """
+    if OLDEST <= _numbers(version) <= NEWEST:
+        return None
+    oldest, newest = (".".join(map(str, end)) for end in (OLDEST, NEWEST))
+    return f"deepspeed {version}: deepspeed_ext works with {oldest} to {newest}; pip install deepspeed=={newest}"
+
+
+def check(version: str) -> None:
+    """Logs a warning for a version after the range, and raises ImportError for one before: it lacks what ours needs."""
+    problem = problem_with(version)
+    if problem is not None and _numbers(version) < OLDEST:
+        raise ImportError(problem)
+    if problem is not None:
+        logging.getLogger("deepspeed_ext").warning("%s", problem)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split("+", maxsplit=1)[0].split(".")[:3] if part.isdigit())
+
+
+def manages_accumulation(engine: Any) -> bool:
+    """Whether the engine counts micro-batches; before 0.19.4 it always does."""
+    asked = getattr(engine, "managed_gradient_accumulation", None)
+    return asked is None or bool(asked())
+
+
+def configure_python_gc(engine: Any) -> None:
+    """Applies the key ``disable_python_gc``, which versions before 0.19.4 may not have."""
+    configure = getattr(engine, "_configure_python_gc", None)
+    if configure is not None:
+        configure()
+
+
+def script_reads_paddings() -> bool:
+    """Whether zero_to_fp32 skips the elements between parameters that a file names, which others would misread."""
+    return "param_alignment_paddings" in inspect.getsource(zero_to_fp32)
+
+
+class _AssignedBoundary(ZeROOptimizer):
+    """The base optimizer for engines before 0.19.5: where later ones call a method, they assign."""
+
+    _is_gradient_accumulation_boundary = True
+
+    @property
+    def is_gradient_accumulation_boundary(self) -> bool:
+        return self._is_gradient_accumulation_boundary
+
+    @is_gradient_accumulation_boundary.setter
+    def is_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        self.set_gradient_accumulation_boundary(is_boundary)
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        self._is_gradient_accumulation_boundary = bool(is_boundary)
+
+
+if TYPE_CHECKING or hasattr(ZeROOptimizer, "set_gradient_accumulation_boundary"):
+    BaseOptimizer = ZeROOptimizer
+else:
+    BaseOptimizer = _AssignedBoundary
+
+check(deepspeed.__version__)
