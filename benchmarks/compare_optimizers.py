@@ -250,6 +250,7 @@ class Experiment:
             "options": " ".join(self.words(run)),
             "loss": [one["loss"] for one in lines],
             "valid": valid,
+            "tokens": lines[-1]["consumed_tokens"] if lines else 0,
             "training_s": round(sum(times), 3),
             "tokens_per_s": round(len(counted) * self.tokens_a_step / sum(counted), 1) if counted else 0,
         }
@@ -325,8 +326,8 @@ class Experiment:
 
 def loss_of(one: dict[str, Any]) -> float:
     """The held-out loss at a run's end; infinite where its numbers were not finite."""
-    last = one["valid"][-1][1] if one["valid"] else None
-    return math.inf if one["exit_code"] or last is None or not math.isfinite(last) else float(last)
+    at, loss = one["valid"][-1] if one["valid"] else (0, math.inf)  # a loss that is not finite is left out
+    return math.inf if one["exit_code"] or at != one["tokens"] else float(loss)
 
 
 def train_one(words: list[str], folder: Path) -> None:

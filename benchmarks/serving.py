@@ -8,10 +8,10 @@
 Both serve the same Hugging Face folder, one after the other, each as a process of its own: a checkpoint's export, or a
 model of a preset with random weights and a tokenizer of 8,192 tokens trained on the documentation; further options are
 the model's. ``--repeats 3`` takes turns and gives medians, for a machine that others use too; so does the processor
-time of the server, which does not depend on them. Clients on loopback
-each send one request after the other to /v1/completions, streaming and greedy. Before each round one request a client warms
-up and is not counted. transformers has no field that ignores the token that ends texts, so its answers may be shorter; tokens are
-counted as the servers report them. The peer needs: pip install transformers[serving] accelerate.
+time of the server, which does not depend on them. Clients on loopback each send one request after the other to
+/v1/completions, streaming and greedy. Before each round one request a client warms up and is not counted. transformers
+has no field that ignores the token that ends texts, so its answers may be shorter; tokens are counted as the servers
+report them. The peer needs: pip install transformers[serving] accelerate.
 """
 
 from __future__ import annotations

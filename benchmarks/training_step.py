@@ -7,8 +7,9 @@
 
 A step is forward, loss, backward, clipping of the gradients' norm at 1 and AdamW with fp32 weights and moments, in
 bf16, of one micro-batch of random tokens, always the same one. Models: dense is Mula-1B; moe has the layers of
-Mula-7B-A1B, as many as fit one GPU in every system. The norm is each system's own: without parameters in our dense
-model, RMSNorm in all else; where ours normalises queries and keys (moe), so do the others, torchtitan over each head.
+Mula-7B-A1B, as many as fit one GPU in every system; moe-720m is the model of time_to_loss.py, in sequences of 1,024.
+The norm is each system's own: without parameters in our dense model, RMSNorm in all else; where ours normalises
+queries and keys (moe), so do the others, torchtitan over each head.
 FLOPs are counted by megatron/optimus/config/costs.py for all. Systems, each in a process of its own:
 
 ours                 the training program's model, engine, schedule and step with its defaults: bf16 parameters, fp32
@@ -48,6 +49,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a check
 from device_check import require_device
 from layout_speed_programs import Program, ours, run_config
 from provenance import commit
+from time_to_loss import MODELS
 from training_step_peers import PEERS, count
 
 from megatron.optimus.config.costs import flops_per_token
@@ -56,6 +58,7 @@ from megatron.optimus.platform import environment
 from megatron.optimus.platform.process_exit import run_program
 
 PRESETS = {"dense": "mula-1b", "moe": "mula-7b-a1b"}
+SEQUENCES = {"dense": 8, "moe": 4, "moe-720m": 64}  # of a micro-batch
 SYSTEMS = ("ours", "ours-fp8", *PEERS)
 TINY = ["--hidden-size", "128", "--num-attention-heads", "2", "--vocab-size", "512", "--ffn-hidden-size", "256"]
 TINY_MOE = ["--num-experts", "8", "--moe-router-topk", "2", "--moe-ffn-hidden-size", "128"]
@@ -83,10 +86,11 @@ KINDS = {  # of kernels, by what their names contain; the first that fits
 
 def words(model: str, args: argparse.Namespace) -> list[str]:
     """The training program's command line for a model; the peers read dimensions from the configuration it makes."""
-    tiny, size = args.device == "cpu", str(args.micro_batch_size or (8 if model == "dense" else 4))
-    given = ["--preset", PRESETS[model], "--params-dtype", "bf16"]
-    given += ["--seq-length", str(args.seq_length or (64 if tiny else 4096))]
-    given += ["--micro-batch-size", size, "--global-batch-size", size]
+    tiny, size = args.device == "cpu", str(args.micro_batch_size or SEQUENCES[model])
+    batch = ["--params-dtype", "bf16", "--micro-batch-size", size, "--global-batch-size", size]
+    if model not in PRESETS:
+        return [*MODELS["tiny" if tiny else model].split(), "--norm-epsilon", "1e-5", *batch]
+    given = ["--preset", PRESETS[model], *batch, "--seq-length", str(args.seq_length or (64 if tiny else 4096))]
     layers = args.layers if model == "dense" else args.moe_layers
     given += ["--num-layers", str(2 if tiny else layers)]
     given += (TINY + (TINY_MOE if model == "moe" else [])) if tiny else []
@@ -314,13 +318,13 @@ def doubts(rows: list[dict[str, Any]]) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=list(PRESETS), default=list(PRESETS))
+    parser.add_argument("--models", nargs="+", choices=list(SEQUENCES), default=list(PRESETS))
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=["ours", "torchtitan", "olmo-core"])
     parser.add_argument("--device", default="cuda", choices=["cuda", "xpu", "cpu"])
     parser.add_argument("--layers", type=int, default=16, help="of the dense model")
     parser.add_argument("--moe-layers", type=int, default=8)
-    parser.add_argument("--seq-length", type=int, help="default 4096, cpu: 64")
-    parser.add_argument("--micro-batch-size", type=int, help="default: dense 8, moe 4")
+    parser.add_argument("--seq-length", type=int, help="of dense and moe; default 4096, cpu: 64")
+    parser.add_argument("--micro-batch-size", type=int, help="default: dense 8, moe 4, moe-720m 64")
     parser.add_argument("--balanced", action="store_true", help="moe: spread tokens evenly instead of by the router")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True, help="the peers")
     parser.add_argument("--warm-up", type=int, default=5)

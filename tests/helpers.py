@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import multiprocessing as mp
 import os
 import pickle
@@ -25,6 +26,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+# The fork server says nothing of a module that it cannot import: each rank would import it anew, which takes seconds.
+assert importlib.util.find_spec("tests.preload") is not None, "tests/preload.py is missing"
 _CONTEXT = mp.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.preload"])
 

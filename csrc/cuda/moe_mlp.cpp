@@ -12,7 +12,7 @@ namespace {
 
 using at::Tensor;
 
-// An order's tensors in one of int32: those of triton/row_order.py's RowOrder.
+// An order's tensors in one of int32: those of triton/row_order.py's PaddedRowOrder.
 RowOrderBuffers row_order_buffers(const Tensor& order, const Sizes& sizes) {
   int* at = order.data_ptr<int>();
   const auto next = [&](int size) { return std::exchange(at, at + size); };

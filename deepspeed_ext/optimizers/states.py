@@ -123,9 +123,9 @@ class StoredState:
         scale = self.scale[low // BLOCK : num_blocks(high)]
         return StoredState(self.values[start:stop], scale, self.table, low % BLOCK)
 
-    def moved(self, values: Tensor, scale: Tensor | None) -> StoredState:
-        """Returns the same range with a copy of its tensors."""
-        return StoredState(values, scale, self.table, self.first)
+    def moved(self, values: Tensor, scale: Tensor | None, first: int | None = None) -> StoredState:
+        """Returns the same range with a copy of its tensors, or with those of a range whose ``first`` is given."""
+        return StoredState(values, scale, self.table, self.first if first is None else first)
 
     def read(self) -> Tensor:
         """Returns the range as fp32 [n] in host memory."""

@@ -552,6 +552,14 @@ class EPZeroOptimizer(DeepSpeedFiles, ZeROOptimizer):
             if flat_buffer.shard_optimizer.needs_masters:
                 flat_buffer.new_states(self.param_groups[flat_buffer.key.param_group])
 
+    @torch.no_grad()
+    def restart_from_params(self) -> None:
+        """Sets masters and states as construction does, after the parameters of every rank were set. Before a step."""
+        for flat_buffer in self.flat_buffers:
+            flat_buffer.read_masters_from_params()
+            flat_buffer.new_states(self.param_groups[flat_buffer.key.param_group])
+        self.restart_average()
+
     def wait_for_params(self) -> None:
         """Waits for all new parameters; needed with overlap_param_gather to read them outside of forward."""
         self._param_gather.wait()
@@ -607,10 +615,6 @@ class EPZeroOptimizer(DeepSpeedFiles, ZeROOptimizer):
         """
         self._require_at_rest("tensor_states", "optim_states")
         return sharded_state.tensor_states(self, all_copies=all_copies)
-
-    def forget_copies(self) -> None:
-        """Frees the decoded copies that ``state_shards`` returned. For callers that only read them."""
-        self._copies = []
 
     def offload_states(
         self,

@@ -331,9 +331,6 @@ class Stage3States:
         """Does nothing: Adam trains with the weights that it keeps."""
         return nullcontext()
 
-    def forget_copies(self) -> None:
-        """Does nothing: all shards are live, none is a copy."""
-
     @property
     def step_count(self) -> int:
         """Optimizer steps applied."""

@@ -6,6 +6,7 @@ scheduler's variables. ``--dry-run`` prints the command, its environment and the
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -26,12 +27,13 @@ if __name__ == "__main__":
     sys.excepthook = missing_packages.excepthook
 
 from megatron.optimus.config.checks import check, check_trainable
-from megatron.optimus.config.load import Parser, Run, load, one_of_names, whole_number
+from megatron.optimus.config.load import CommandLine, Parser, load, one_of_names, whole_number
 from megatron.optimus.config.schema import ConfigError, RunConfig
 from megatron.optimus.describe import describe
 from megatron.optimus.launcher.agent import LocalAgent, run_local_ranks
 from megatron.optimus.launcher.cluster import SYSTEMS, detect_allocation
 from megatron.optimus.launcher.command import Launch, LaunchMethod, LaunchOptions, Mpi, build_launch
+from megatron.optimus.launcher.elastic import ElasticLayouts
 from megatron.optimus.launcher.forkserver import ForkServer
 from megatron.optimus.launcher.hangs import HangWatch
 from megatron.optimus.launcher.nodes import FILE_NAME as BAD_NODES
@@ -60,6 +62,7 @@ class LaunchRequest:
 
     launch_options: LaunchOptions
     max_restarts: int
+    min_nodes: int | None
     stall_seconds: float | None
     preflight: bool
     dry_run: bool
@@ -88,6 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         check(config, launch.world_size)  # once and before the ranks start, not by thousands of ranks
         check_trainable(config)
+        elastic = None if request.min_nodes is None else _elastic_layouts(launch, request, config, request.min_nodes)
         _check_ranks(launch)
         program = launch.command(launch.hosts, "")[0]
         if launch.method is not LaunchMethod.LOCAL and shutil.which(program) is None:
@@ -98,7 +102,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print_error(error)
         return 2
-    return _run(launch, request, env, config)
+    return _run(launch, request, env, config, elastic)
+
+
+def _elastic_layouts(launch: Launch, request: LaunchRequest, config: RunConfig, min_nodes: int) -> ElasticLayouts:
+    """Returns the layouts on fewer nodes. Raises ConfigError where no attempt could use one."""
+    if not launch.hosts:
+        raise ConfigError(f"--min-nodes={min_nodes} needs the nodes of a PBS or SLURM job; leave it out on one machine")
+    if request.max_restarts == 0:
+        raise ConfigError(f"--min-nodes={min_nodes} is for restarts, and --max-restarts is 0; give it too")
+    result = ElasticLayouts(config, launch.ranks_per_node, launch.num_nodes, min_nodes)
+    result.check_min_nodes()
+    return result
 
 
 def _check_ranks(launch: Launch) -> None:
@@ -114,54 +129,76 @@ def _check_ranks(launch: Launch) -> None:
         )
 
 
-def _run(launch: Launch, request: LaunchRequest, env: dict[str, str], config: RunConfig) -> int:
+def _run(
+    launch: Launch, request: LaunchRequest, env: dict[str, str], config: RunConfig, elastic: ElasticLayouts | None
+) -> int:
     """Runs the launch with restarts."""
-    run_dir, metrics = Path(config.logging.run_dir), Path(config.logging.run_dir) / FILE_NAME
-    checking = (sys.executable, "-m", PREFLIGHT, *request.options)
-    interval = config.checkpoint.save_interval
-    has_memory = request.max_restarts > 0 and config.checkpoint.memory_checkpoint_interval != 0
     if launch.method is LaunchMethod.LOCAL:
-        if request.preflight and (code := run_local_ranks(list(checking), launch.ranks_per_node)):
-            return code
-        unseen = 60.0 * config.parallel.distributed_timeout_minutes
-        watch = partial(
-            HangWatch, stacks=run_dir / "stacks", unseen_seconds=unseen, fixed_seconds=request.stall_seconds
+        return _run_on_this_machine(launch, request, config)
+    return _run_on_nodes(launch, request, env, config, elastic)
+
+
+def _has_memory(request: LaunchRequest, config: RunConfig) -> bool:
+    return request.max_restarts > 0 and config.checkpoint.memory_checkpoint_interval != 0
+
+
+def _checking(request: LaunchRequest) -> tuple[str, ...]:
+    """The command line of a rank of ``optimus preflight``."""
+    return (sys.executable, "-m", PREFLIGHT, *request.options)
+
+
+def _run_on_this_machine(launch: Launch, request: LaunchRequest, config: RunConfig) -> int:
+    run_dir = Path(config.logging.run_dir)
+    if request.preflight and (code := run_local_ranks(list(_checking(request)), launch.ranks_per_node)):
+        return code
+    unseen = 60.0 * config.parallel.distributed_timeout_minutes
+    watch = partial(HangWatch, stacks=run_dir / "stacks", unseen_seconds=unseen, fixed_seconds=request.stall_seconds)
+    with LocalAgent(
+        launch.program,
+        launch.ranks_per_node,
+        fork_server=ForkServer(config.parallel.device.value),
+        argv=request.options,
+        hangs=None if request.stall_seconds == 0 else watch,
+        memory=_has_memory(request, config),
+    ) as agent:
+        hint = "" if request.max_restarts else "; --max-restarts N would start them again by itself"
+        nodes = NodePool((), 0, launch.ranks_per_node)
+        attempt = partial(run_local, agent, run_dir / FILE_NAME, hint)
+        newest = partial(_newest_step, config, agent.memory_folder)
+        return run_with_restarts(
+            lambda _: attempt(), nodes, request.max_restarts, newest, config.checkpoint.save_interval
         )
-        with LocalAgent(
-            launch.program,
-            launch.ranks_per_node,
-            fork_server=ForkServer(config.parallel.device.value),
-            argv=request.options,
-            hangs=None if request.stall_seconds == 0 else watch,
-            memory=has_memory,
-        ) as agent:
-            hint = "" if request.max_restarts else "; --max-restarts N would start them again by itself"
-            nodes = NodePool((), 0, launch.ranks_per_node)
-            attempt = partial(run_local, agent, metrics, hint)
-            newest = partial(_newest_step, config, agent.memory_folder)
-            return run_with_restarts(lambda _: attempt(), nodes, request.max_restarts, newest, interval)
+
+
+def _run_on_nodes(
+    launch: Launch, request: LaunchRequest, env: dict[str, str], config: RunConfig, elastic: ElasticLayouts | None
+) -> int:
+    run_dir, has_memory = Path(config.logging.run_dir), _has_memory(request, config)
     with tempfile.TemporaryDirectory(prefix="optimus-launch-") as folder:
         hostfile = Path(folder) / "hosts"
 
-        def variables(hosts: Sequence[str]) -> dict[str, str]:
+        def variables(of: Launch, hosts: Sequence[str]) -> dict[str, str]:
             # By the environment: other users can read a command line.
-            return {environment.RENDEZVOUS_TOKEN: secrets.token_hex(16), **env, **launch.environment(hosts)}
+            return {environment.RENDEZVOUS_TOKEN: secrets.token_hex(16), **env, **of.environment(hosts)}
 
         def check_nodes(hosts: Sequence[str]) -> dict[str, str]:
             hostfile.write_text("".join(f"{host}\n" for host in hosts), encoding="utf-8")
-            of_check = replace(launch, num_nodes=len(hosts), program=checking)
-            command, env_of_check = of_check.command(hosts, str(hostfile)), variables(hosts)
-            env_of_check |= of_check.environment(hosts)
-            return bad_nodes(command, env_of_check, hosts, launch.ranks_per_node)
+            of_check = replace(launch, num_nodes=len(hosts), program=_checking(request))
+            command = of_check.command(hosts, str(hostfile))
+            return bad_nodes(command, variables(of_check, hosts), hosts, launch.ranks_per_node)
 
         def attempt_on(hosts: Sequence[str]) -> AttemptResult:
             hostfile.write_text("".join(f"{host}\n" for host in hosts), encoding="utf-8")
             passed = (*launch.passed, environment.MEMORY_FOLDER) if has_memory else launch.passed
-            command = replace(launch, passed=passed).command(hosts, str(hostfile))
-            env_of_ranks = variables(hosts)
+            attempt = replace(launch, num_nodes=len(hosts) or launch.num_nodes, passed=passed)
+            if elastic is not None:
+                attempt = replace(attempt, program=(*attempt.program, *elastic.options(len(hosts))))
+            env_of_ranks = variables(attempt, hosts)
             if has_memory:
                 env_of_ranks[environment.MEMORY_FOLDER] = str(memory)
-            return run_monitored(command, env_of_ranks, request.stall_seconds or None, metrics)
+            command = attempt.command(hosts, str(hostfile))
+            metrics, stall_seconds = run_dir / FILE_NAME, request.stall_seconds or None
+            return run_monitored(command, env_of_ranks, stall_seconds, metrics, nodes.can_grow)
 
         memory = Path(env.get(environment.MEMORY_FOLDER) or memory_slots.shared_folder(secrets.token_hex(8)))
         newest = partial(_newest_step, config, memory if has_memory else None)
@@ -170,7 +207,15 @@ def _run(launch: Launch, request: LaunchRequest, env: dict[str, str], config: Ru
             print_error(ConfigError("--preflight checks the nodes of a PBS or SLURM job, and there is none"))
             return 2
         check = check_nodes if request.preflight else None
-        nodes = NodePool(hosts, len(launch.hosts), launch.ranks_per_node, run_dir / BAD_NODES, check)
+        nodes = NodePool(
+            hosts,
+            len(launch.hosts),
+            launch.ranks_per_node,
+            run_dir / BAD_NODES,
+            check,
+            fit=None if elastic is None else elastic.fit,
+            listed=partial(_listed, env),
+        )
         try:
             bad = nodes.before_start()
         except ConfigError as error:
@@ -179,7 +224,14 @@ def _run(launch: Launch, request: LaunchRequest, env: dict[str, str], config: Ru
         if bad:
             print_error(ConfigError(f"preflight: no spare for the bad nodes {', '.join(bad)}; ask for more nodes"))
             return 1
-        return run_with_restarts(attempt_on, nodes, request.max_restarts, newest, interval)
+        return run_with_restarts(attempt_on, nodes, request.max_restarts, newest, config.checkpoint.save_interval)
+
+
+def _listed(env: dict[str, str]) -> Sequence[str]:
+    """The job's nodes as they are now; none while the list is being written."""
+    with contextlib.suppress(ConfigError):
+        return detect_allocation(env).hosts
+    return ()
 
 
 def _newest_step(config: RunConfig, memory: Path | None) -> int:
@@ -196,7 +248,7 @@ def _newest_step(config: RunConfig, memory: Path | None) -> int:
     return max([memory_slots.newest_step(memory), *steps])
 
 
-def _describe(launch: Launch, run: Run) -> str:
+def _describe(launch: Launch, run: CommandLine) -> str:
     """Returns what ``--dry-run`` prints. Raises ConfigError for a run that cannot work."""
     nodes, per_node = launch.num_nodes, launch.ranks_per_node
     lines = [f"# {nodes} node{'s' * (nodes > 1)} x {per_node} ranks = {launch.world_size} ranks, {launch.method.value}"]
@@ -235,6 +287,8 @@ def _parser() -> Parser:
     result.add_argument("--cpu-bind", metavar="TEXT", help=cores)
     restarts = "restarts after a failure, on spare nodes if there are any (default: 0)"
     result.add_argument("--max-restarts", type=whole_number(0), metavar="N", default=0, help=restarts)
+    fewest = "go on with as few nodes where one is lost and no spare is left; needs --max-restarts (default: --nodes)"
+    result.add_argument("--min-nodes", type=whole, metavar="N", help=fewest)
     stall = (
         "seconds without progress, on several nodes without output, after the first step, after which the ranks are "
     )
@@ -260,7 +314,9 @@ def _parse(argv: Sequence[str] | None) -> LaunchRequest:
         port=environment.rendezvous_port(),
     )
     stall = None if args.stall_timeout is None else float(args.stall_timeout)
-    return LaunchRequest(launch_options, args.max_restarts, stall, args.preflight, args.dry_run, options)
+    return LaunchRequest(
+        launch_options, args.max_restarts, args.min_nodes, stall, args.preflight, args.dry_run, options
+    )
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Callable
 from functools import partial
@@ -12,10 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.optimus.checkpoint import memory
+from deepspeed_ext.optimizers import states
+from megatron.optimus.checkpoint import memory, store
 from megatron.optimus.checkpoint.errors import CheckpointError
 from megatron.optimus.checkpoint.manifest import Manifest
 from megatron.optimus.checkpoint.memory import AUTO, MemoryCheckpoints
+from megatron.optimus.checkpoint.saver import Saver
 from megatron.optimus.checkpoint.slices import TensorSlice
 from megatron.optimus.platform.memory_slots import DATA_START, MemorySlot
 from megatron.optimus.platform.ranks import Ranks
@@ -91,7 +94,12 @@ def one_node(rank: int, world: int, root: Path) -> dict[str, Any]:
     """Several crashes after one another, on the same ranks: each ``opened`` is what a new process does."""
     ranks, found = Ranks(None, "cpu"), {}
     save(rank, world, root, 4, 3)
+    if rank == 0:  # left by another number of ranks
+        MemorySlot(root / "node-0/rank-7.1").commit(9, 0, {"start": 0, "rank": 7, "ranks": 8, "layout": ""})
+    ranks.first_failure(None)
     found["newest"] = restore(rank, world, root, 4)
+    ranks.first_failure(None)
+    assert not (root / "node-0/rank-7.1").exists()
     found["disk is newer"] = restore(rank, world, root, 4, at_least=4)
     save(rank, world, root, 4, 5, unfinished=(1,))
     found["killed while it writes"] = restore(rank, world, root, 4)
@@ -247,3 +255,79 @@ def test_more_than_the_node_has_is_refused_in_one_line(tmp_path: Path) -> None:
         assert "the 2 ranks of this node need" in message and "memory_checkpoint_interval=0" in message
         assert f"on rank {rank}" in message and "\n" not in message
     assert os.listdir(tmp_path / "node-0")
+
+
+NUMEL = 700  # of each rank's share of a state in 8 bits
+
+
+def mixed_slices(rank: int, world: int, value: float) -> list[TensorSlice]:
+    """``slices_of``, a state in 8 bits whose shares begin inside of a block, and a buffer that all ranks hold alike."""
+    numbers = torch.linspace(0, 1 + value, 1200) + rank
+    codes = dict(zip(("q", "q.scale"), states.encode(numbers, signed=False), strict=True))
+    part = states.stored_part(codes, "q", slice(300 + rank, 300 + rank + NUMEL))
+    assert isinstance(part, states.StoredState) and part.first > 0
+    where = ("w", "exp_avg_sq", (NUMEL * world,), NUMEL * rank, NUMEL * (rank + 1))
+    eight_bits = TensorSlice(*where, part.values, None, torch.float32, part)
+    buffer = TensorSlice("b", "buffer", (5,), 0, 5, torch.full((5,), value))
+    return [*slices_of(rank, world, value), eight_bits, buffer]
+
+
+def save_mixed(rank: int, world: int, root: Path) -> None:
+    own = opened(root, rank, world, 2)
+    first = mixed_slices(rank, world, 0)
+    own.prepare(first, first if rank == 0 else first[:-1])
+    for step in (1, 2, 3):
+        own.start(mixed_slices(rank, world, step), header(step))
+    own._join()
+    Ranks(None, "cpu").first_failure(None)
+
+
+def failing(slices: list[TensorSlice], found: Manifest) -> None:
+    raise CheckpointError("the disk is full")
+
+
+def on_fewer_ranks(rank: int, world: int, root: Path) -> dict[str, int | None]:
+    """The step that two ranks find on disk after they have looked at what four ranks left on the node that is left."""
+    ranks, written = Ranks(None, "cpu"), {}
+    for case in sorted(root.glob("case *")):
+        saver = Saver(case / "checkpoints", asynchronous=False)
+        own = MemoryCheckpoints(case / "node-0", ranks, 1, node="node-0")
+        name, after = case.name.removeprefix("case "), 3 if "disk" in case.name else 0
+        out = failing if "full" in case.name else partial(saver.start, retain=1)
+        assert own.restore(mixed_slices(rank, world, -7), after, out) is None  # type: ignore[arg-type]
+        found = store.load_newest(case / "checkpoints", store.everything)
+        written[name] = None if found is None else found[1].step
+        ranks.first_failure(None)
+        assert {path.name.partition(".")[0] for path in (case / "node-0").iterdir()} == {"rank-0", "rank-1", "used"}
+        assert all(slot.read() is None for slot in own._own)
+    return written
+
+
+def test_fewer_ranks_write_what_others_left_to_disk(tmp_path: Path) -> None:
+    """Four ranks on two nodes, of which one is lost; then two ranks on the other one."""
+    for start in ("a", "b"):
+        (tmp_path / start).mkdir()
+        run_distributed(save_mixed, 4, tmp_path / start)
+    names = ["whole", "newest damaged", "missing", "of two starts", "disk is newer", "full"]
+    folders = {name: shutil.copytree(tmp_path / "a/node-0", tmp_path / f"case {name}/node-0") for name in names}
+    damage(tmp_path / "case newest damaged", 2, 1, 3)
+    for path in folders["missing"].glob("copy-3.*"):
+        path.unlink()
+    for path in (tmp_path / "b/node-0").glob("copy-3.*"):
+        shutil.copy(path, folders["of two starts"])
+    expected = {"whole": 3, "newest damaged": 2}
+    for found in run_distributed(on_fewer_ranks, 2, tmp_path):
+        assert found == dict.fromkeys(names) | expected
+    for name, step in expected.items():
+        path = tmp_path / f"case {name}/checkpoints/step-{step:08}"
+        tensors = store.everything(store.load_manifest(path))
+        store.load(path, tensors)
+        of = {(one.name, one.kind): one.tensor for one in tensors}
+        parts = [mixed_slices(rank, 4, step) for rank in range(4)]
+        for number in (0, 1):
+            whole = torch.cat([part[number].tensor for part in parts])
+            assert torch.equal(of.pop((parts[0][number].name, parts[0][number].kind)), whole)
+        decoded = torch.cat([part[2].encoded.read() for part in parts if part[2].encoded is not None])
+        assert torch.equal(of.pop(("w", "exp_avg_sq")), decoded)
+        assert torch.equal(of.pop(("b", "buffer")), parts[0][3].tensor) and not of
+        assert store.load_manifest(path).consumed_samples == 8 * step

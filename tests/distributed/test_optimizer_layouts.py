@@ -130,9 +130,9 @@ class Training:
         return report.metrics["loss"], report.grad_norm, report.skipped
 
     def validation_loss(self) -> float:
-        from megatron.optimus.training.evaluate import validation_loss
+        from megatron.optimus.training.evaluate import set_loss
 
-        return validation_loss(self.run, self.schedule, [self.batches(STEPS)])
+        return set_loss(self.run, self.schedule, [self.batches(STEPS)]).loss
 
     def weights(self) -> dict[str, Tensor]:
         """Copies of this rank's parameters, with the marks by which a part is found."""

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.optimus.checkpoint.verify import compare
 from megatron.optimus.config.load import load
 from megatron.optimus.context import RunContext
 from megatron.optimus.data.errors import DataError
@@ -44,7 +45,7 @@ def _break(trainer: Any, what: str) -> None:
         trainer.data.train.batch = batch
 
 
-def _run(rank: int, world: int, folder: str, what: str, is_async_device: bool) -> dict[str, Any]:
+def _run(rank: int, world: int, folder: str, what: str, is_async_device: bool, resumes: bool = False) -> dict[str, Any]:
     from megatron.optimus.training import trainer as training
 
     run_dir = Path(folder) / f"{what}-{is_async_device}"
@@ -54,7 +55,8 @@ def _run(rank: int, world: int, folder: str, what: str, is_async_device: bool) -
     trainer = training.Trainer(RunContext.of(config, mesh, torch.device("cpu")))
     assert trainer.engine.optimizer._copies == []  # what a save reads is not held while the first step runs
     trainer.is_async_device = is_async_device
-    _break(trainer, what)
+    if not resumes:
+        _break(trainer, what)
     file = run_dir / "metrics.jsonl"
     queued: list[int] = []  # lines in the file when a step has been queued
     saved: dict[int, int] = {}  # and when a checkpoint begins
@@ -98,13 +100,19 @@ def _runs(rank: int, world: int, folder: str) -> dict[str, list[dict[str, Any]]]
     init_engine(timedelta(seconds=60))
     cases = ("nothing", *BROKEN, "data")
     found = {what: [_run(rank, world, folder, what, late) for late in (False, True)] for what in cases}
+    for what in ("all from 4", "all from 5"):  # started again after exit code 4, on a sound device
+        _run(rank, world, folder, what, True, resumes=True)
     shutdown_engine()
     return found
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    folder = tmp_path_factory.mktemp("pending")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("pending")
+
+
+@pytest.fixture(scope="module")
+def runs(folder: Path) -> dict[str, list[dict[str, Any]]]:
     write_corpus(folder / "counting")
     return run_distributed(_runs, 2, str(folder))[0]
 
@@ -137,7 +145,16 @@ def test_a_stop_for_health_comes_one_step_later(runs: dict[str, list[dict[str, A
     at_once, late = runs["all from 5"]
     assert "gradients were not finite in 5 steps in a row, up to step 9" in late["error"]
     assert at_once["steps"] == 9 and late["steps"] == 10
-    assert late["checkpoints"] == ["step-00000004", "step-00000008"]
+    assert late["checkpoints"] == ["step-00000004"], "steps 5 to 9 are not saved"
     at_once, late = runs["all from 4"]
     assert at_once["steps"] == late["steps"] == 8, "step 8 is due to be saved: it is judged before"
-    assert late["checkpoints"] == ["step-00000004"]
+    assert late["checkpoints"] == []
+
+
+@pytest.mark.parametrize("what", ["all from 4", "all from 5"])
+def test_a_restart_does_the_updates_that_were_left_out(runs: Any, folder: Path, what: str) -> None:
+    """A checkpoint was due in the five bad steps. The run that is started again ends as one without."""
+    ends = [folder / f"{name}-True" / "checkpoints" / "step-00000011" for name in (what, "nothing")]
+    differences = compare(*ends)
+    assert {one.kind for one in differences} >= {"master", "exp_avg", "buffer"}
+    assert [one for one in differences if not one.is_same] == []

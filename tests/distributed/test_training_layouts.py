@@ -61,7 +61,7 @@ def train(rank: int, world: int, case: Case, *, fuses: bool = True) -> tuple[Ten
         build_engine,
         build_model,  # they import deepspeed
     )
-    from megatron.optimus.training.evaluate import validation_loss
+    from megatron.optimus.training.evaluate import set_loss
     from megatron.optimus.training.pipeline_schedule import build_schedule
     from megatron.optimus.training.trainer import train_step
 
@@ -106,7 +106,7 @@ def train(rank: int, world: int, case: Case, *, fuses: bool = True) -> tuple[Ten
     assert sent == [STEPS * _reductions_of_a_step(engine, schedule, config, accumulation)]
     if listens:
         check_launches(events, schedule, engine, mesh)
-    lines.append(validation_loss(run, schedule, [own_batches(STEPS)]))
+    lines.append(set_loss(run, schedule, [own_batches(STEPS)]).loss)
     engine.optimizer.sync_params_from_master()
     for parameter in model.parameters():
         if getattr(parameter, "pipe_tied", False):  # the copies of two stages have the same bits

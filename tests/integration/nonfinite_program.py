@@ -19,8 +19,8 @@ def main(argv: Sequence[str]) -> int:
     """``pretrain.main`` whose rank 1 is bad."""
     build = trainer.build_model
 
-    def build_bad(run: Any) -> Any:
-        model = build(run)
+    def build_bad(run: Any, **options: Any) -> Any:
+        model = build(run, **options)
         if os.environ["RANK"] == "1":
             model.get_submodule("layers.1.attention.o_proj").register_forward_hook(_spoil)
         return model

@@ -28,8 +28,8 @@ def main(argv: Sequence[str]) -> int:
         _factor[0] = next((float(factor) for factor, first, last in bad if int(first) <= step <= int(last)), 1.0)
         return read(self, consumed)
 
-    def build_bad(run: Any) -> Any:
-        model = build(run)
+    def build_bad(run: Any, **options: Any) -> Any:
+        model = build(run, **options)
         model.get_submodule("lm_head").register_forward_pre_hook(
             lambda _, inputs: (inputs[0] * _factor[0], *inputs[1:])
         )

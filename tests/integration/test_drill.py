@@ -8,15 +8,19 @@ from pathlib import Path
 import pytest
 
 from megatron.optimus.commands import drill
+from megatron.optimus.commands.drill_faults import FAULTS
 
 
 def test_short_drill(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--ranks", "2", "--faults", "kill-start,kill,flip", "--steps", "50", "--out", str(tmp_path / "out")]
+    words = ["--ranks", "2", "--faults", "kill,flip,disk-full,link-cut", "--steps", "70"]
+    words += ["--out", str(tmp_path / "out")]
     assert drill.main(words) == 0, capsys.readouterr().out
     found = json.loads((tmp_path / "out" / "drill.json").read_text())
-    assert sorted(one["fault"] for one in found["faults"]) == ["flip", "kill", "kill-start"]
+    assert sorted(one["fault"] for one in found["faults"]) == ["disk-full", "flip", "kill", "link-cut"]
     for one in found["faults"]:
-        assert one["named"] in one["ranks"] and one["identical"] and one["noticed_s"] < one["recovered_s"], one
+        assert one["identical"] and one["noticed_s"] < one["recovered_s"], one
+        if FAULTS[one["fault"]].names:
+            assert one["named"] in one["ranks"], one
     assert "| SIGKILL of a rank in a step | 1 |" in (tmp_path / "out" / "drill.md").read_text()
     assert not list((tmp_path / "out").glob("round-*"))  # only those with a broken promise are kept
 
@@ -33,3 +37,26 @@ def test_bad_command_lines(tmp_path: Path, words: list[str], text: str, capsys: 
     assert drill.main(["--out", str(tmp_path / "out"), *words]) == 2
     assert text in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_parts_are_joined(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Faults, rounds and broken promises of all parts are in one table; the same part twice is refused."""
+
+    def part(seed: int, broken: str) -> str:
+        fault = {"fault": "kill", "step": 7, "ranks": [1], "noticed_s": seed, "named": 1, "recovered_s": seed + 1.0}
+        fault |= {"round": 1, "steps_lost": 0, "identical": not broken, "broken": broken}
+        (tmp_path / str(seed)).mkdir()
+        found = {"command": f"optimus drill --seed {seed}", "rounds": 2, "seconds": 10, "faults": [fault]}
+        (tmp_path / str(seed) / "drill.json").write_text(json.dumps(found))
+        return str(tmp_path / str(seed))
+
+    first, second, out = part(1, ""), part(3, "no new step"), tmp_path / "out"
+    assert drill.main(["--join", first, second, "--out", str(out)]) == 1
+    found = json.loads((out / "drill.json").read_text())
+    assert [one["round"] for one in found["faults"]] == [1, 3] and (found["rounds"], found["seconds"]) == (4, 20)
+    text = (out / "drill.md").read_text()
+    assert "| SIGKILL of a rank in a step | 2 | 2 (3) | 2 | 2: 3 (4) | 0 (0) | 1 |" in text
+    assert "kill in round 3: no new step" in text
+    for parts, problem in (([first, first], "two parts have the same command"), ([str(tmp_path)], "drill.json")):
+        assert drill.main(["--join", *parts, "--out", str(tmp_path / "new")]) == 2
+        assert problem in capsys.readouterr().err and not (tmp_path / "new").exists()

@@ -28,8 +28,8 @@ LOOP = """
 import json, os, shutil, signal, sys, traceback
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
-import megatron.optimus.commands.convert, megatron.optimus.commands.verify, megatron.optimus.pretrain
-import megatron.optimus.training.evaluate, megatron.optimus.training.trainer
+import megatron.optimus.commands.convert, megatron.optimus.commands.verify
+import tests.preload
 from megatron.optimus import cli
 every, checkpoint, cases, work, tokens, *tiny = sys.argv[1:]
 every, checkpoint, work = int(every), Path(checkpoint), Path(work)
@@ -102,8 +102,8 @@ def forged(good: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 @pytest.mark.timeout(900)
-def test_wrong_types_under_right_hashes(pretrain: Program, tokens: Path, tmp_path: Path) -> None:
-    done = pretrain(tmp_path / "run", "--train-iters", 2)
+def test_wrong_types_under_right_hashes(train: Program, tokens: Path, tmp_path: Path) -> None:
+    done = train(tmp_path / "run", "--train-iters", 2)
     assert done.returncode == 0, done.stderr
     checkpoint = tmp_path / "run" / "checkpoints" / "step-00000002"
     good = json.loads((checkpoint / "manifest.json").read_text())

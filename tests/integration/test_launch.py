@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 import signal
 import subprocess
@@ -16,6 +14,7 @@ import pytest
 from megatron.optimus.launch import main
 from megatron.optimus.launcher.agent import run_local_ranks
 from tests.integration.conftest import ROOT, TINY, environment
+from tests.integration.imitated_cluster import ImitatedCluster
 
 
 def ranks(program: str, count: int = 3) -> int:
@@ -100,54 +99,21 @@ def test_wrong_command_lines(words: list[str], expected: str, capsys: pytest.Cap
     assert expected in capsys.readouterr().err
 
 
-MPIEXEC = """#!{python}
-# Stands for PALS: one process a rank, its place in PALS's variables, memory of its own for each node. The first attempt
-# loses node x1, with its memory, after ten steps.
-import os, shutil, subprocess, sys, time
-words = sys.argv[1:]
-assert os.environ["OPTIMUS_RENDEZVOUS_TOKEN"] not in words
-hosts = open(words[words.index("--hostfile") + 1]).read().split()
-log = open("{log}", "a")
-print(*hosts, file=log, flush=True)
-ppn = int(words[words.index("--ppn") + 1])
-program = words[words.index(sys.executable):]
-memory = [os.environ["OPTIMUS_MEMORY_FOLDER"] + "-" + host for host in hosts]
-places = [dict(PALS_RANKID=str(r), PALS_LOCAL_RANKID=str(r % ppn), PALS_LOCAL_SIZE=str(ppn),
-               OPTIMUS_MEMORY_FOLDER=memory[r // ppn]) for r in range(int(words[words.index("-n") + 1]))]
-ranks = [subprocess.Popen(program, env=dict(os.environ, **place)) for place in places]
-metrics = program[program.index("--run-dir") + 1] + "/metrics.jsonl"
-while hosts[1] == "x1" and all(rank.poll() is None for rank in ranks):
-    if os.path.exists(metrics) and open(metrics).read().count("\\n") >= 10:
-        ranks[1].kill()
-        ranks[1].wait()
-        shutil.rmtree(memory[1])
-        print("x1.hsn: shepherd died from signal 9")
-    time.sleep(0.01)
-sys.exit(max(abs(rank.wait()) for rank in ranks))
-"""
-
-
 def test_a_pbs_job_replaces_a_lost_node_and_goes_on_from_the_memory_of_the_others(tmp_path: Path, tokens: Path) -> None:
-    mpiexec, nodes, log = tmp_path / "mpiexec", tmp_path / "nodes", tmp_path / "log"
-    mpiexec.write_text(MPIEXEC.format(python=sys.executable, log=log))
-    mpiexec.chmod(0o755)
-    nodes.write_text("x0\nx1\nx2\n")
-    env = {**environment(), "PATH": f"{tmp_path}:{os.environ['PATH']}", "PBS_NODEFILE": str(nodes)}
-    env |= {"MASTER_ADDR": "127.0.0.1", "OPTIMUS_MEMORY_FOLDER": str(tmp_path / "memory")}  # the nodes do not exist
-    words = ["--launcher", "mpiexec", "--mpi", "pals", "--nodes", "2", "--nproc-per-node", "1", "--max-restarts", "1"]
-    run = ["--train-iters", "60", "--data-path", str(tokens), "--run-dir", str(tmp_path / "run")]
-    run += ["--memory-checkpoint-interval", "4", "--save-interval", "0", "--eval-interval", "0"]
-    command = [sys.executable, "-m", "megatron.optimus.launch", *words, *TINY, *run]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert log.read_text().splitlines() == ["x0 x1", "x0 x2"]
-    assert "lost nodes: x1" in done.stderr
-    assert "rank 1 got its state of step" in done.stdout and "resumed from host memory: step" in done.stdout
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == list(range(1, 61))
-    [lost] = [line["lost_steps"] for line in lines if line.get("lost_steps") is not None and line["step"] > 1]
+    words = "--nodes 2 --max-restarts 1 --train-iters 60 --save-interval 0 --memory-checkpoint-interval 4".split()
+    with ImitatedCluster(tmp_path / "job", ["x0", "x1", "x2"], tmp_path / "run") as job:
+        job.launch(*TINY, *words, "--data-path", str(tokens), "--eval-interval", "0")
+        job.wait_until(lambda: len(job.steps()) >= 10)
+        job.lose("x1")
+        assert job.process.wait(timeout=120) == 0, job.log.read_text()
+    assert job.attempts == [["x0", "x1"], ["x0", "x2"]]
+    text = job.log.read_text()
+    assert "lost nodes: x1" in text
+    assert "rank 1 got its state of step" in text and "resumed from host memory: step" in text
+    assert [line["step"] for line in job.steps()] == list(range(1, 61))
+    [lost] = [line["lost_steps"] for line in job.steps() if line.get("lost_steps") is not None and line["step"] > 1]
     assert lost <= 7  # less than an interval since the last copy, and one where that was not complete
-    assert list(tmp_path.glob("memory-*")) == []  # given back
+    assert [job.memory(host).exists() for host in ("x0", "x1", "x2")] == [False] * 3  # given back
 
 
 def test_a_starter_that_is_not_there(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def experts(indices: Tensor, weights: Tensor, x: Tensor) -> None:
     for dtype in (torch.float32, torch.bfloat16):  # of main gradients, to which is added
         buffers = [torch.zeros(weight.shape, dtype=dtype) for weight in (gate_up, down)]
         *_, dhidden, x_rows = backend._input_gradients(y, x, gate_up, down, weights, hidden, order, buffers[1], True)
-        grouped_gemm.weight_gradient(dhidden, x_rows, row_order.RowOrder(*order), out=buffers[0])
+        grouped_gemm.weight_gradient(dhidden, x_rows, row_order.PaddedRowOrder(*order), out=buffers[0])
     backend.expert_counts(indices, EXPERTS)
     positions = torch.zeros(TOKENS, TOPK, dtype=torch.int64)
     permute.sum_copies(permute.copy_rows(x, positions, TOKENS * TOPK), positions)

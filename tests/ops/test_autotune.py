@@ -49,7 +49,7 @@ def use_engine(monkeypatch: pytest.MonkeyPatch, engine: bool) -> None:
 
 
 @functools.cache
-def order() -> row_order.RowOrder:
+def order() -> row_order.PaddedRowOrder:
     experts = torch.cat([torch.full((n,), e) for e, n in enumerate(COUNTS)] + [torch.tensor([-1, -1])])
     experts = experts[torch.randperm(len(experts), generator=torch.Generator().manual_seed(0))]
     return row_order.order_rows(experts[:, None].to(DEVICE), len(COUNTS))

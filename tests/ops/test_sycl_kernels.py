@@ -27,7 +27,7 @@ def assert_close(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
     assert error <= TOLERANCE[dtype], f"{error:.2e} > {TOLERANCE[dtype]:.0e}"
 
 
-def order_of(case: Case, seed: int = 0) -> tuple[sycl.RowOrder, reference.RowOrder, Tensor, list[Tensor]]:
+def order_of(case: Case, seed: int = 0) -> tuple[sycl.CompactRowOrder, reference.RowOrder, Tensor, list[Tensor]]:
     """The order by the kernels and the reference's, the slot of each local row, and the case's inputs."""
     inputs = make_inputs(case, torch.float32, seed=seed)
     order, want = sycl.sort_slots(inputs[4], case.experts), reference.sort_slots(inputs[4], case.experts)

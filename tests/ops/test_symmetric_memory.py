@@ -272,7 +272,7 @@ def test_layers_over_ranks_equal_one_process(monkeypatch: pytest.MonkeyPatch) ->
 )
 def test_no_rank_writes_what_another_has_yet_to_read(exchanges: tuple[str, ...]) -> None:
     """Whatever the order of exchanges, with the first rank ahead of the others as far as it can get."""
-    from megatron.optimus.moe.dispatch.symmetric import BufferShape, _Exchange
+    from megatron.optimus.moe.dispatch.symmetric import BufferShape, _SymmetricExchange
 
     turns, num_tokens = Turns(RANKS), 4
     memory = stagings(turns, RANKS, BufferShape(num_tokens, 16, 1, torch.float32))
@@ -283,7 +283,7 @@ def test_no_rank_writes_what_another_has_yet_to_read(exchanges: tuple[str, ...])
         there = torch.full((num_tokens, 1), (rank + 1) % RANKS)
         row_owner = (torch.arange(RANKS).repeat_interleave(num_tokens) + 1) % RANKS
         indices_RK = torch.where(row_owner == rank, 0, -1)[:, None].int()
-        exchange = _Exchange(memory[rank], there, owner_E, indices_RK, (indices_RK >= 0).any(1).to(torch.int8))
+        exchange = _SymmetricExchange(memory[rank], there, owner_E, indices_RK, (indices_RK >= 0).any(1).to(torch.int8))
         found = []
         for number, kind in enumerate(exchanges):
             value = 10.0 * number + rank
@@ -308,10 +308,10 @@ def test_no_rank_writes_what_another_has_yet_to_read(exchanges: tuple[str, ...])
 
 def test_rows_that_do_not_fit_are_not_sent() -> None:
     """A peer would be written to beyond its memory."""
-    from megatron.optimus.moe.dispatch.symmetric import BufferShape, _Exchange
+    from megatron.optimus.moe.dispatch.symmetric import BufferShape, _SymmetricExchange
 
     staging = stagings(Turns(2), 2, BufferShape(4, 16, 1, torch.float16))[0]
-    exchange = _Exchange(
+    exchange = _SymmetricExchange(
         staging, torch.zeros(4, 1), torch.arange(2), torch.zeros(8, 1).int(), torch.ones(8).to(torch.int8)
     )
     for rows in (torch.zeros(8, 16), torch.zeros(8, 12).half(), torch.zeros(9, 16).half()):

@@ -77,7 +77,8 @@ def extended_copy(folder: Path) -> Path:
     """A copy of the packages and of what the recipes touch besides, with every recipe applied."""
     for package in ("megatron", "deepspeed_ext"):
         shutil.copytree(ROOT / package, folder / package)
-    for name in ("tests/__init__.py", "tests/helpers.py", "tests/packaging/__init__.py", "tests/packaging/recipes.py"):
+    helpers = ("tests/__init__.py", "tests/helpers.py", "tests/preload.py")
+    for name in (*helpers, "tests/packaging/__init__.py", "tests/packaging/recipes.py"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, folder / name)
     blocks = [block for section in recipes().values() for block in section]

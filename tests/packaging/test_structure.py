@@ -37,6 +37,7 @@ ALLOWED = {
 }
 
 MAX_FUNCTION_LINES = 70
+SHARED_CLASS_NAMES = {"Launch"}  # of launcher/command.py and commands/drill.py
 
 
 def sources(*folders: str) -> list[Path]:
@@ -193,6 +194,16 @@ def test_nothing_on_a_load_path_can_execute_code() -> None:
         and not (path == importer and dotted(node.func) == "torch.load")
     ]
     assert wrong == []
+
+
+def test_every_class_has_a_name_of_its_own() -> None:
+    places: dict[str, list[str]] = {}
+    for path in sources("megatron/optimus", "deepspeed_ext"):
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(place(path, node))
+    shared = {name: found for name, found in places.items() if len(found) > 1}
+    assert set(shared) <= SHARED_CLASS_NAMES, shared
 
 
 def test_functions_stay_small() -> None:

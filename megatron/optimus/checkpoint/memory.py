@@ -13,7 +13,8 @@ data-parallel peers hold is not copied twice, except for buffers and other small
 
 A new process of the same rank finds its own file, or asks the buddy. A generation counts when every rank's state is
 there, from the rank itself or its buddy, and has the hashes that were written; else the one before counts, else the
-disk. Ranks of another layout, and runs that nobody restarts, load from disk.
+disk. Where the run starts again with another layout, the ranks write what the old ones left to a checkpoint on disk,
+which loads at any layout; so each file says which tensors it holds.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ import json
 import logging
 import math
 import os
+import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -36,7 +38,8 @@ import xxhash
 
 from megatron.optimus.checkpoint.errors import CheckpointError
 from megatron.optimus.checkpoint.manifest import Manifest, parse_manifest
-from megatron.optimus.checkpoint.slices import TensorSlice
+from megatron.optimus.checkpoint.shards import dtype_name, torch_dtype
+from megatron.optimus.checkpoint.slices import Encoded, TensorSlice
 from megatron.optimus.checkpoint.snapshot import Snapshot
 from megatron.optimus.checkpoint.writer import Task
 from megatron.optimus.platform import device as devices
@@ -54,6 +57,9 @@ _PAGE = 4096
 _PART_BYTES = 64 << 20  # hashed by one thread, sent in one message
 
 log = logging.getLogger("optimus")
+
+Version = tuple[int, int]  # of a generation: its step, and the start of the run that made it
+WriteOut = Callable[[list[TensorSlice], Manifest], None]
 
 
 class _Slot(MemorySlot):
@@ -107,7 +113,11 @@ class MemoryCheckpoints:
         self._ranks, self._device, self._interval = ranks, torch.device(ranks.device), interval
         self._node = node or f"{node_name()} {folder}"
         nodes = [name.decode() for name in ranks.all_gather_bytes(self._node.encode())]
+        self._neighbours = [rank for rank, name in enumerate(nodes) if name == self._node]  # of this node
+        self._sources = [_buddies(nodes, rank)[0] for rank in self._neighbours]
         self._source, self._target = _buddies(nodes, ranks.rank)  # whose copy this rank keeps; who keeps its own
+        [self._start] = ranks.broadcast([secrets.randbits(62)])  # two starts must not share a generation
+        self._pieces: list[list[Any]] = []
         self._own: list[_Slot] = []
         self._copies: list[_Slot] = []
         ranks.run_on_all_ranks(lambda: self._open(folder), f"opening {folder}", CheckpointError)
@@ -131,13 +141,19 @@ class MemoryCheckpoints:
 
     # ---- saving
 
-    def prepare(self, slices: Sequence[TensorSlice]) -> None:
+    def prepare(self, slices: Sequence[TensorSlice], on_disk: Sequence[TensorSlice] = ()) -> None:
         """Takes the memory, so that the first ``start`` does not delay training.
+
+        Args:
+            slices: as for ``start``.
+            on_disk: those that this rank would write to a checkpoint on disk, for ranks of another layout.
 
         Raises:
             CheckpointError: on every rank, where a node has not so much; the message says how much it has.
         """
         task = "taking host memory for memory checkpoints"
+        written = {(piece.name, piece.kind, piece.region) for piece in on_disk}
+        self._pieces = [_piece(s, (s.name, s.kind, s.region) in written) for s in slices if s.start < s.stop]
         need = sum(piece.tensor.nbytes for piece in _memory(slices))
         files = len(self._own + self._copies)
         missing = files * need - sum(slot.free_bytes()[1] for slot in self._own + self._copies)
@@ -205,6 +221,10 @@ class MemoryCheckpoints:
         base = slot.whole().data_ptr()
         index = {
             "layout": _layout_of(slices),
+            "start": self._start,
+            "rank": self._ranks.rank,
+            "ranks": self._ranks.size,
+            "pieces": self._pieces,
             "sizes": slot.sizes,
             "offsets": [view.data_ptr() - base for view in views],
             "manifest": manifest,
@@ -280,77 +300,109 @@ class MemoryCheckpoints:
 
     # ---- restoring
 
-    def restore(self, slices: Sequence[TensorSlice], at_least: int) -> Manifest | None:
-        """Fills the slices from the newest generation that all ranks have. Generations of other steps are forgotten.
+    def restore(
+        self, slices: Sequence[TensorSlice], at_least: int, write_out: WriteOut | None = None
+    ) -> Manifest | None:
+        """Fills the slices from the newest generation that all ranks have. Other generations are forgotten.
 
         Args:
             slices: as for ``start``; their tensors are written into.
             at_least: an older step is not restored.
+            write_out: saves these slices, over all ranks a whole checkpoint, to disk; called where there is no such
+                generation, but one of ranks of another layout whose step is after ``at_least``.
 
         Returns:
             The manifest that ``start`` was given; None where there is no such generation.
         """
-        manifest = self._restore(slices, at_least)
-        kept = None if manifest is None else manifest.step
+        found = self._restore(slices, at_least)
+        if found is None and write_out is not None:
+            self._write_out(slices, at_least, write_out)
         for slot in self._own + self._copies:
-            found = slot.read()
-            if found is not None and found.step != kept:  # steps that are done again may have other bits
+            kept = slot.read()
+            # Steps that are done again may have other bits.
+            if kept is not None and (found is None or _version(kept) != found[0]):
                 slot.clear()
-        return manifest
+        files = self._files_here()
+        self._ranks.first_failure(None)  # nobody reads any more, and all have listed the same files
+        self._free_others(files)
+        return None if found is None else found[1]
 
-    def _restore(self, slices: Sequence[TensorSlice], at_least: int) -> Manifest | None:
+    def _files_here(self) -> list[_Slot]:
+        """This rank's share of the files of its node, whoever made them."""
+        number, count = self._neighbours.index(self._ranks.rank), len(self._neighbours)
+        paths = sorted(path for kind in ("rank", "copy") for path in self._folder.glob(f"{kind}-*"))
+        return [_Slot(path, torch.device("cpu")) for path in paths[number::count]]
+
+    def _free_others(self, files: list[_Slot]) -> None:
+        """Removes what is left of ranks that this node does not have now."""
+        current = {f"rank-{rank}" for rank in self._neighbours} | {f"copy-{source}" for source in self._sources}
+        for slot in files:
+            if slot.path.name.partition(".")[0] not in current:
+                slot.free()
+            slot.close()
+
+    def _restore(self, slices: Sequence[TensorSlice], at_least: int) -> tuple[Version, Manifest] | None:
         own, layout = self._ranks.rank, _layout_of(slices)
         held = {
-            (owner, found.step): (slot, found)
+            (owner, _version(found)): (slot, found)
             for owner, slots in ((own, self._own), (self._source or 0, self._copies))
             for slot in slots
             if (found := slot.read()) is not None and found.step >= at_least
         }
-        listed = [[owner, step, found.index["layout"]] for (owner, step), (_, found) in held.items()]
+        listed = [[owner, version, found.index["layout"]] for (owner, version), (_, found) in held.items()]
         everyone = self._all_gather([layout, listed])
         layouts = [answer[0] for answer in everyone]
-        covered: dict[int, set[int]] = {}  # step -> ranks whose state somebody says to have
+        covered: dict[Version, set[int]] = {}  # ranks whose state somebody says to have
         for _, entries in everyone:
-            for owner, step, of in entries:
+            for owner, (step, start), of in entries:
                 if of == layouts[owner]:
-                    covered.setdefault(step, set()).add(owner)
-        for step in sorted(covered, reverse=True):
-            if len(covered[step]) < self._ranks.size:
+                    covered.setdefault((step, start), set()).add(owner)
+        for version in sorted(covered, reverse=True):
+            if len(covered[version]) < self._ranks.size:
                 continue
             good = [
                 owner
                 for (owner, at), (slot, found) in held.items()
-                if at == step and found.index["layout"] == layouts[owner] and _is_good(slot, found)
+                if at == version and found.index["layout"] == layouts[owner] and _is_good(slot, found)
             ]
-            holders: dict[int, list[int]] = {}
-            for holder, owners in enumerate(self._all_gather(good)):
-                for owner in owners:
-                    holders.setdefault(owner, []).append(holder)
+            holders = self._holders(good)
             lost = [rank for rank in range(self._ranks.size) if rank not in holders]
             if lost:
-                if own == 0:
-                    log.warning("the memory checkpoint of step %d is damaged on rank %d: not used", step, lost[0])
+                self._warn_of_damage(version[0], lost[0])
                 continue
-            return self._load(step, slices, held, {rank for rank in holders if rank not in holders[rank]})
+            missing = {rank for rank in holders if rank not in holders[rank]}
+            return version, self._load(version, slices, held, missing)
         return None
+
+    def _holders(self, good: list[int]) -> dict[int, list[int]]:
+        """The ranks that hold the state of each rank; ``good``: of which ranks this one does."""
+        holders: dict[int, list[int]] = {}
+        for holder, owners in enumerate(self._all_gather(good)):
+            for owner in owners:
+                holders.setdefault(owner, []).append(holder)
+        return holders
+
+    def _warn_of_damage(self, step: int, owner: int) -> None:
+        if self._ranks.rank == 0:
+            log.warning("the memory checkpoint of step %d is damaged on rank %d: not used", step, owner)
 
     def _load(
         self,
-        step: int,
+        version: Version,
         slices: Sequence[TensorSlice],
-        held: dict[tuple[int, int], tuple[_Slot, Generation]],  # by owner and step
+        held: dict[tuple[int, Version], tuple[_Slot, Generation]],  # by owner
         missing: set[int],
     ) -> Manifest:
-        """Fills the slices from this rank's file of ``step``; ranks that are ``missing`` theirs get it from a buddy."""
-        own = self._ranks.rank
+        """Fills the slices from this rank's file; ranks that are ``missing`` theirs get it from a buddy."""
+        own, step = self._ranks.rank, version[0]
         if missing:
-            slot = held[own, step][0] if own not in missing else self._own[0]
-            sent = held[source, step][0] if (source := self._source) in missing and source is not None else None
+            slot = held[own, version][0] if own not in missing else self._own[0]
+            sent = held[source, version][0] if (source := self._source) in missing and source is not None else None
             self._exchange(sent, self._source, slot if own in missing else None, self._target)
             if own == min(missing):
                 log.warning("rank %d got its state of step %d from rank %d", own, step, self._target)
         else:
-            slot = held[own, step][0]
+            slot = held[own, version][0]
         self._newest = self._own.index(slot)
 
         def fill() -> Manifest:
@@ -365,9 +417,61 @@ class MemoryCheckpoints:
                     source = data[start : start + piece.tensor.nbytes].view(piece.tensor.dtype)
                     piece.tensor.copy_(source, non_blocking=devices.pins_memory(piece.tensor.device))
             devices.synchronize(self._device)
-            return parse_manifest(index["manifest"].encode(), f"memory checkpoint of step {step}")
+            return _manifest_of(found)
 
         return self._ranks.run_on_all_ranks(fill, "loading the memory checkpoint", CheckpointError)
+
+    # ---- at another layout
+
+    def _write_out(self, templates: Sequence[TensorSlice], after: int, write_out: WriteOut) -> None:
+        """Saves the newest generation after step ``after`` that ranks of another layout left, where all of it is there.
+
+        Each rank of a node looks at some of the node's files. Of two that hold the same state one is taken.
+        """
+        slots = self._files_here()
+        held: dict[Version, dict[int, tuple[_Slot, Generation]]] = {}  # by owner
+        for slot in slots:
+            if (found := slot.read()) is not None and found.step > after:
+                held.setdefault(_version(found), {})[found.index["rank"]] = slot, found
+        sizes = {version: next(iter(of.values()))[1].index["ranks"] for version, of in held.items()}
+        everyone = self._all_gather([[*version, sizes[version], list(of)] for version, of in held.items()])
+        owners: dict[tuple[int, int, int], set[int]] = {}  # by version and number of ranks
+        for step, start, size, of in itertools.chain.from_iterable(everyone):
+            owners.setdefault((step, start, size), set()).update(of)
+        for step, start, size in sorted(owners, reverse=True):
+            here = held.get((step, start), {})
+            if len(owners[step, start, size]) < size:
+                continue
+            good = {owner: (slot, found) for owner, (slot, found) in here.items() if _is_good(slot, found)}
+            holders = self._holders(list(good))
+            if lost := [owner for owner in range(size) if owner not in holders]:
+                self._warn_of_damage(step, lost[0])
+                continue
+            mine = [good[owner] for owner in good if holders[owner][0] == self._ranks.rank]
+            if self._ranks.rank == 0:
+                log.info("the state of step %d that %d ranks left in host memory is written to disk", step, size)
+            try:
+                self._save(mine, templates, write_out)
+            except CheckpointError as error:
+                if self._ranks.rank == 0:
+                    log.warning("the state in host memory of step %d cannot be used: %s", step, error)
+                continue
+            break
+        for slot in slots:
+            slot.close()
+
+    def _save(
+        self, mine: list[tuple[_Slot, Generation]], templates: Sequence[TensorSlice], write_out: WriteOut
+    ) -> None:
+        """Hands the pieces in these files to ``write_out``, with the manifest of any one."""
+        encoded = {piece.kind: piece.encoded for piece in templates if piece.encoded is not None}
+
+        def pieces() -> list[TensorSlice]:
+            return [one for slot, found in mine for one in _slices_of(slot, found, encoded)]
+
+        slices = self._ranks.run_on_all_ranks(pieces, "reading memory checkpoints", CheckpointError)
+        texts = self._ranks.all_gather_bytes(mine[0][1].index["manifest"].encode() if mine else b"")
+        write_out(slices, parse_manifest(next(filter(None, texts)), "memory checkpoint"))
 
     def _all_gather(self, value: Any) -> list[Any]:
         return [json.loads(data) for data in self._ranks.all_gather_bytes(json.dumps(value).encode())]
@@ -423,6 +527,45 @@ def _buddies(nodes: list[str], rank: int) -> tuple[int | None, int | None]:
 
 def _memory(slices: Sequence[TensorSlice]) -> list[TensorSlice]:
     return [memory for piece in slices if piece.start < piece.stop for memory in piece.memory()]
+
+
+def _version(found: Generation) -> Version:
+    return found.step, found.index["start"]
+
+
+def _manifest_of(found: Generation) -> Manifest:
+    return parse_manifest(found.index["manifest"].encode(), f"memory checkpoint of step {found.step}")
+
+
+def _piece(piece: TensorSlice, is_on_disk: bool) -> list[Any]:
+    """What a file says of a slice: where it lies, the tensors that hold it, and whether a checkpoint on disk has it."""
+    tensors = [[dtype_name(one.tensor.dtype), len(one.tensor)] for one in piece.memory()]
+    first = None if piece.encoded is None else piece.encoded.first
+    return [piece.name, piece.kind, *piece.region, tensors, dtype_name(piece.dtype), first, is_on_disk]
+
+
+def _slices_of(slot: _Slot, found: Generation, encoded: dict[str, Encoded]) -> list[TensorSlice]:
+    """The slices of a file that belong to a checkpoint on disk; ``encoded``: any state in fewer bits, by kind.
+
+    Raises CheckpointError for states in fewer bits of which this run has none.
+    """
+    data, offsets, result = slot.whole(found.num_bytes), iter(found.index["offsets"]), []
+    for name, kind, shape, start, stop, box, held, dtype, first, is_on_disk in found.index["pieces"]:
+        tensors = []
+        for of, length in held:
+            offset = next(offsets)
+            tensors.append(data[offset : offset + length * torch_dtype(of).itemsize].view(torch_dtype(of)))
+        if not is_on_disk:
+            continue
+        state = None
+        if first is not None:
+            if kind not in encoded:
+                raise CheckpointError(f"{name} ({kind}) is kept in fewer bits, and in this run it is not")
+            state = encoded[kind].moved(tensors[0], tensors[1] if len(tensors) > 1 else None, first)
+        whole_box = None if box is None else tuple((low, high) for low, high in box)
+        where = (name, kind, tuple(shape), start, stop, tensors[0], whole_box)
+        result.append(TensorSlice(*where, torch_dtype(dtype), state))
+    return result
 
 
 def _layout_of(slices: Sequence[TensorSlice]) -> str:

@@ -249,7 +249,7 @@ def contents(manifest: Manifest, file: str) -> str:
 
 
 @dataclass
-class _Schedule:
+class _ReadSchedule:
     """What this rank reads in each round, and what it receives from other ranks in it."""
 
     chunks: list[ReadChunk] = field(default_factory=list)
@@ -302,7 +302,7 @@ def read(path: Path, manifest: Manifest, requests: Sequence[TensorSlice], ranks:
         raise ranks.failure_error(failure, error, task, DamagedError) from error
 
 
-def _schedule(entries: list[TensorEntry], everyone: list[list[list]], rank: int) -> _Schedule:
+def _schedule(entries: list[TensorEntry], everyone: list[list[list]], rank: int) -> _ReadSchedule:
     """Computes the assignment, which is the same on every rank, and returns this rank's part of it."""
     wanted_by: dict[int, list[tuple[int, Region]]] = defaultdict(list)
     for asker, wanted in enumerate(everyone):
@@ -313,7 +313,7 @@ def _schedule(entries: list[TensorEntry], everyone: list[list[list]], rank: int)
     pieces.sort(key=lambda item: (item[0].file, -DTYPE_BYTES[item[0].dtype], item[1], item[0].region.start))
     load = [0] * len(everyone)
     rounds = [0] * len(everyone)
-    schedule = _Schedule()
+    schedule = _ReadSchedule()
     for piece, number in pieces:
         shares: dict[int, int] = defaultdict(int)
         for asker, region in wanted_by[number]:
@@ -341,7 +341,7 @@ def _region(entry: TensorEntry, start: int, stop: int, box: list[list[int]] | No
 def _run(
     path: Path,
     manifest: Manifest,
-    schedule: _Schedule,
+    schedule: _ReadSchedule,
     requests: Sequence[TensorSlice],
     everyone: list[list[list]],
     numbers: dict[tuple[str, str], int],

@@ -68,7 +68,10 @@ class Encoded(Protocol):
     @property
     def scale(self) -> torch.Tensor | None: ...  # what decoding needs besides
     def part(self, start: int, stop: int) -> Encoded: ...  # elements [start, stop)
-    def moved(self, values: torch.Tensor, scale: torch.Tensor | None) -> Encoded: ...  # the same in other memory
+    @property
+    def first(self) -> int: ...  # number of the first element in its block
+    # The same in other memory; with ``first``, other elements of such a state.
+    def moved(self, values: torch.Tensor, scale: torch.Tensor | None, first: int | None = None) -> Encoded: ...
     def read(self) -> torch.Tensor: ...  # decoded, in host memory
 
 

@@ -18,8 +18,8 @@ from megatron.optimus.checkpoint.manifest import Manifest
 from megatron.optimus.checkpoint.slices import Encoded, Region, TensorSlice, global_ranges, regions_in_boxes
 
 
-class StateShard(Protocol):
-    """The part of one parameter's optimizer state that this rank owns, as deepspeed_ext's StateShard has it."""
+class StateShardLike(Protocol):
+    """The part of one parameter's optimizer state that this rank owns, as deepspeed_ext's StateShardLike has it."""
 
     @property
     def name(self) -> str: ...
@@ -36,8 +36,8 @@ class StateShard(Protocol):
     def new_copy(self, kind: str) -> torch.Tensor: ...  # of a stored one, to be written whole
 
 
-class MatrixState(Protocol):
-    """The states of one whole matrix that this rank owns, as deepspeed_ext's MatrixState has them."""
+class MatrixStateLike(Protocol):
+    """The states of one whole matrix that this rank owns, as deepspeed_ext's MatrixStateLike has them."""
 
     @property
     def name(self) -> str: ...
@@ -54,9 +54,11 @@ class MatrixState(Protocol):
 class ShardedOptimizer(Protocol):
     """An optimizer whose states are sharded over ranks, as that of deepspeed_ext is."""
 
-    def state_shards(self) -> Sequence[StateShard]: ...
-    def matrix_states(self) -> Sequence[MatrixState]: ...
-    def tensor_states(self, *, all_copies: bool) -> Sequence[StateShard]: ...  # numbers of rows or columns, no masters
+    def state_shards(self) -> Sequence[StateShardLike]: ...
+    def matrix_states(self) -> Sequence[MatrixStateLike]: ...
+    def tensor_states(
+        self, *, all_copies: bool
+    ) -> Sequence[StateShardLike]: ...  # numbers of rows or columns, no masters
 
 
 def global_name_shape(name: str, param: torch.Tensor) -> tuple[str, tuple[int, ...]]:
@@ -175,7 +177,7 @@ def rng_slices(states: Mapping[str, torch.Tensor], rank: int, world_size: int) -
     ]
 
 
-def _master_slices(shard: StateShard, kind: str) -> list[TensorSlice]:
+def _master_slices(shard: StateShardLike, kind: str) -> list[TensorSlice]:
     return _slices(shard.name, shard.param, shard.start, shard.stop, {kind: shard.tensors["master"]})
 
 
@@ -203,7 +205,7 @@ def _slices(
     return slices
 
 
-def _matrix_state_slices(matrix: MatrixState) -> list[TensorSlice]:
+def _matrix_state_slices(matrix: MatrixStateLike) -> list[TensorSlice]:
     """Slices of one matrix's states: each kind is a tensor [matrices of the whole parameter, *its own shape]."""
     number, count = matrix.index, matrix.count
     expert_ids = getattr(matrix.param, "expert_ids", None)

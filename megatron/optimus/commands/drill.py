@@ -2,6 +2,8 @@
 
     optimus drill --out runs/drill                                   every kind of fault once, 4 ranks
     optimus drill --faults kill,stop,flip --count 100 --seed 7 --out runs/drill
+    optimus drill --seconds 420 --seed 3 --out runs/part-3           a part of a long campaign
+    optimus drill --join runs/part-* --out runs/drill                one table of all parts
 
 A tiny MoE model trains on random tokens with memory checkpoints, integrity checks and restarts. First without faults,
 then in rounds: each is a run of the same steps, into which up to five faults are injected, at moments that the seed
@@ -179,7 +181,8 @@ class Drill:
         try:
             undo = fault.strike(target)
             outcome.ranks, before = target.victims, launch.last_step()
-            self._notice(launch, fault, outcome)
+            if fault.notice:
+                self._notice(launch, fault, outcome)
             if undo is not None:
                 saved = target.newest_save()
                 if fault.by_command:
@@ -191,6 +194,8 @@ class Drill:
             began = target.begun
             if not fault.restarts:
                 self._until(launch, lambda: launch.last_step() > before + 3, "no further step")
+                if self._started(launch, began):
+                    raise TimeoutError("the ranks were started again")
                 if fault.name.startswith("disk"):
                     self._until(launch, lambda: target.newest_save() > saved, "no further checkpoint")
             else:
@@ -261,7 +266,7 @@ class Drill:
         different = f"the run ended with exit code {code}" if code else self._difference(launch)
         for one in done:
             one.identical = not different
-            if different and (code or FAULTS[one.fault].exact):
+            if different:
                 one.broken = one.broken or different
         names = ", ".join(one.fault for one in done)
         print(f"round {self.rounds} ({names}): {different or 'bit-identical to the undisturbed run'}", flush=True)
@@ -290,6 +295,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs ``optimus drill``; returns the exit code."""
     try:
         options = _parse(argv)
+        if options.join:
+            return _join(options)
         drill = Drill(options)
     except ConfigError as error:
         print_error(error)
@@ -304,7 +311,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if len(drill.outcomes) == before:
             print_error(ConfigError(f"no fault could be injected in {options.steps} steps; give more --steps"))
             return 2
-        _write(drill, time.monotonic() - began)
+        _write(options, drill.outcomes, rounds=drill.rounds, seconds=round(time.monotonic() - began))
     print(_table(drill.outcomes))
     return int(any(one.broken for one in drill.outcomes))
 
@@ -332,7 +339,7 @@ def _table(outcomes: Sequence[Outcome]) -> str:
             continue
         right = sum(one.named in one.ranks for one in found) if fault.names else "-"
         back = [one.recovered_s for one in found if one.recovered_s is not None]
-        same = f"{sum(bool(one.identical) for one in found)}{'' if fault.exact else ' (not promised)'}"
+        same = sum(bool(one.identical) for one in found)
         again = " (same command given again)" if fault.by_command else ""
         noticed = _spread([one.noticed_s for one in found if one.noticed_s is not None])
         rows.append(
@@ -348,19 +355,47 @@ def _spread(values: Sequence[float]) -> str:
     return f"{median(values):.3g} ({max(values):.3g})" if values else "-"
 
 
-def _write(drill: Drill, seconds: float) -> None:
+def _join(options: argparse.Namespace) -> int:
+    """Writes the tables of earlier drills as one; returns the exit code. Their rounds are counted on."""
+    outcomes: list[Outcome] = []
+    rounds = seconds = 0
+    commands = []
+    for folder in options.join:
+        path = folder / "drill.json" if folder.is_dir() else folder
+        try:
+            part = json.loads(path.read_text(encoding="utf-8"))
+            found = [Outcome(**one) for one in part["faults"]]
+            unknown = {one.fault for one in found} - FAULTS.keys()
+            if unknown:
+                raise ValueError(f"it has the unknown fault {min(unknown)!r}")
+            commands.append(part["command"])
+            for one in found:
+                one.round += rounds
+            rounds, seconds = rounds + part["rounds"], seconds + part["seconds"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"--join: {path} is not the drill.json of a drill: {error}") from error
+        outcomes += found
+    if len(set(commands)) < len(commands):
+        repeated = next(one for one in commands if commands.count(one) > 1)
+        raise ConfigError(f"--join: two parts have the same command, and so the same faults: {repeated}")
+    options.out.mkdir(parents=True, exist_ok=True)
+    _write(options, outcomes, rounds=rounds, seconds=seconds, parts=commands)
+    print(_table(outcomes))
+    return int(any(one.broken for one in outcomes))
+
+
+def _write(options: argparse.Namespace, outcomes: Sequence[Outcome], **numbers: Any) -> None:
     """Writes drill.md and drill.json."""
-    options = drill.options
     about = {
         "command": " ".join(["optimus drill", *options.words]).replace(str(options.given_out), "DIR"),
         "ranks": options.ranks,
         "cores": os.cpu_count(),
     }
-    about |= {"steps": options.steps, "rounds": drill.rounds, "seconds": round(seconds), "load": os.getloadavg()[0]}
-    promises = {name: FAULTS[name].promise for name in sorted({one.fault for one in drill.outcomes})}
-    content = {**about, "promises": promises, "faults": [asdict(one) for one in drill.outcomes]}
-    (drill.out / "drill.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    (drill.out / "drill.md").write_text(_table(drill.outcomes) + "\n", encoding="utf-8")
+    about |= {"steps": options.steps, "load": os.getloadavg()[0], **numbers}
+    promises = {name: FAULTS[name].promise for name in sorted({one.fault for one in outcomes})}
+    content = {**about, "promises": promises, "faults": [asdict(one) for one in outcomes]}
+    (options.out / "drill.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    (options.out / "drill.md").write_text(_table(outcomes) + "\n", encoding="utf-8")
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -372,6 +407,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=whole_number(), metavar="S", help="start no further round after S seconds")
     parser.add_argument("--steps", type=whole_number(), default=STEPS, metavar="N", help=f"of a round [{STEPS}]")
     parser.add_argument("--seed", type=whole_number(0), default=0, metavar="N", help="of kinds, ranks and moments [0]")
+    parser.add_argument("--join", type=Path, nargs="+", metavar="DIR", help="--out of drills, to join; none is run")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new folder for tables and runs")
     options = parser.parse(argv)
     options.words = list(sys.argv[1:] if argv is None else argv)
@@ -379,8 +415,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     for name in names:
         if name not in FAULTS:
             raise ConfigError(f"unknown fault {name!r} in --faults; {did_you_mean(name, FAULTS, 'see --help')}")
-    if options.faults is None and os.geteuid() == 0:
-        names.remove("disk-read-only")  # root writes there too
+    if options.nodes < 2 and options.faults is None:
+        names.remove("two-nodes")
+    if options.nodes < 2 and "two-nodes" in names:
+        raise ConfigError("two-nodes needs --nodes=2 or more")
     if options.ranks < 2 or options.ranks % options.nodes:
         raise ConfigError(f"--ranks={options.ranks} must be 2 or more and a multiple of --nodes={options.nodes}")
     if options.out.exists() and any(options.out.iterdir()):

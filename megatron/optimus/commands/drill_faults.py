@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import random
 import re
@@ -17,6 +18,7 @@ from megatron.optimus.checkpoint import commit
 from megatron.optimus.platform import heartbeat, memory_slots
 
 _POLL_SECONDS = 0.002
+_LATE_SECONDS = 3.0  # of messages; a rank that is stopped for 10 s is replaced
 
 
 class LaunchEnded(Exception):
@@ -108,9 +110,8 @@ class Fault:
     what: str
     promise: str
     strike: Callable[[Target], Callable[[], None] | None]  # returns what undoes it, once it was noticed
-    notice: str  # pattern of the line that tells of it; its first group is the rank
+    notice: str  # pattern of the line that tells of it; its first group is the rank; "": none has to
     restarts: bool = True  # the ranks are started again
-    exact: bool = True  # the run ends bit-identical to an undisturbed one
     names: bool = True  # the line names the rank
     at_start: bool = False  # needs a run that has just been started
     by_command: bool = False  # the same command has to be given again
@@ -145,10 +146,17 @@ def _kill_launcher(target: Target) -> None:
     os.kill(target.launcher, signal.SIGKILL)
 
 
-def _lose_node(target: Target) -> None:
-    """SIGKILL for the ranks of a simulated node, and clears its memory. The launcher lives on."""
-    node = target.rng.randrange(target.num_ranks // target.ranks_per_node)
-    ranks = list(range(node * target.ranks_per_node, (node + 1) * target.ranks_per_node))
+def _kill_fork_server(target: Target) -> None:
+    [server] = children(target.launcher)
+    target.begin([])
+    os.kill(server, signal.SIGKILL)
+
+
+def _lose_nodes(target: Target, count: int = 1) -> None:
+    """SIGKILL for the ranks of simulated nodes, and clears their memory. The launcher lives on."""
+    size = target.ranks_per_node
+    nodes = target.rng.sample(range(target.num_ranks // size), count)
+    ranks = [node * size + place for node in sorted(nodes) for place in range(size)]
     folder = target.agent_folder()
     target.send(signal.SIGKILL, ranks)
     for path in [path for rank in ranks for path in sorted(folder.glob(f"memory/rank-{rank}.*"))] if folder else []:
@@ -159,9 +167,28 @@ def _hook(target: Target, words: str) -> None:
     """Asks a rank for a fault (training/drill.py)."""
     rank = target.rng.randrange(target.num_ranks)
     target.begin([rank])
+    _ask(target, rank, words)
+
+
+def _ask(target: Target, rank: int, words: str) -> None:
     fresh = target.hooks / f"new-{rank}"
     fresh.write_text(words, encoding="utf-8")
     os.replace(fresh, target.hooks / f"rank-{rank}")
+
+
+def _fail_writes(target: Target, number: int) -> Callable[[], None]:
+    """A rank's writes to checkpoints raise this OSError until the run has noticed it."""
+    _hook(target, f"disk {number}")
+    [rank] = target.victims
+    return partial(_ask, target, rank, "disk 0")
+
+
+def _pause(target: Target) -> None:
+    """SIGSTOP for less than what is taken for a hang: all messages from and to a rank are late."""
+    _signal(target, signal.SIGSTOP)
+    time.sleep(_LATE_SECONDS)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(target.ranks()[target.victims[0]], signal.SIGCONT)
 
 
 def _flip(target: Target) -> None:
@@ -184,6 +211,8 @@ def _vanish(target: Target) -> Callable[[], None]:
 
 
 def _forbid(target: Target) -> Callable[[], None]:
+    if os.geteuid() == 0:  # root writes there too
+        return _fail_writes(target, errno.EROFS)
     folder = target.run_dir / "checkpoints"
     target.begin([])
     folder.chmod(0o500)
@@ -227,7 +256,21 @@ FAULTS = {
             names=False,
             by_command=True,
         ),
-        Fault("node", "SIGKILL of a node's ranks, its memory lost", _AGAIN, _lose_node, _KILLED),
+        Fault("node", "SIGKILL of a node's ranks, its memory lost", _AGAIN, _lose_nodes, _KILLED),
+        Fault(
+            *("fork-server", "SIGKILL of the process that ranks are forked from", _AGAIN.rpartition(",")[0]),
+            *(_kill_fork_server, r"error[^\n]*"),
+            names=False,
+            alone=True,  # what is started then has other parents
+        ),
+        Fault(
+            *(
+                "two-nodes",
+                "SIGKILL of two nodes' ranks, their memory lost",
+                "restart from disk, bit-identical, a rank is named",
+            ),
+            *(partial(_lose_nodes, count=2), _KILLED),
+        ),
         Fault(
             *("flip", "a bit of a master weight flips", "exit code 5, the rank is named, restart from before it"),
             *(_flip, r"silent data corruption[^\n]*?rank (\d+)"),
@@ -235,7 +278,6 @@ FAULTS = {
         Fault(
             *("nan", "a rank computes NaN until its process ends", "exit code 4, the rank is named, restart"),
             *(partial(_hook, words="nan"), r"error[^\n]*?on rank (\d+)"),
-            exact=False,
             alone=True,
         ),
         Fault(
@@ -252,6 +294,29 @@ FAULTS = {
         Fault(
             *("disk-read-only", "a read-only folder for some time", "training goes on, and saves when it is writable"),
             *(_forbid, _SAVE_FAILED),
+            restarts=False,
+            names=False,
+        ),
+        Fault(
+            *("disk-full", "no space for a rank's checkpoints", "training goes on, and saves when there is space"),
+            *(partial(_fail_writes, number=errno.ENOSPC), _SAVE_FAILED),
+            restarts=False,
+            names=False,
+        ),
+        Fault(
+            *("link-cut", "all TCP connections of a rank are cut", "restart from memory or disk, bit-identical"),
+            *(partial(_hook, words="cut"), r"error[^\n]*?rank (\d+)"),
+            names=False,
+        ),
+        Fault(
+            *("link-late", f"all messages of a rank are {_LATE_SECONDS:g} s late", "nothing is restarted"),
+            *(_pause, ""),
+            restarts=False,
+            names=False,
+        ),
+        Fault(
+            *("clock", "a rank's time of day jumps by an hour", "nothing is restarted"),
+            *(partial(_hook, words="clock 3600"), ""),
             restarts=False,
             names=False,
         ),

@@ -110,7 +110,7 @@ def tokens_to_text(tokenizer: Tokenizer | None, ids: np.ndarray) -> str:
 
 
 def print_stats(args: argparse.Namespace) -> None:
-    """Action ``stats``."""
+    """Prints the number and lengths of documents of each pair and of all (action ``stats``)."""
     total = Statistics()
     for prefix in args.prefixes:
         one = Statistics()
@@ -126,7 +126,7 @@ def print_stats(args: argparse.Namespace) -> None:
 
 
 def print_documents(args: argparse.Namespace) -> None:
-    """Action ``show``."""
+    """Prints documents by their number, as text or token ids (action ``show``)."""
     tokenizer = load_tokenizer(args)
     for prefix in args.prefixes:
         data = IndexedDataset(prefix)
@@ -141,7 +141,7 @@ def print_documents(args: argparse.Namespace) -> None:
 
 
 def check_files(args: argparse.Namespace) -> None:
-    """Action ``check``."""
+    """Checks index and token ids of each pair (action ``check``). Raises DataError for the first bad one."""
     for prefix in args.prefixes:
         data = IndexedDataset(prefix)
         if args.vocab_size is not None:
@@ -150,7 +150,7 @@ def check_files(args: argparse.Namespace) -> None:
 
 
 def print_duplicates(args: argparse.Namespace) -> int:
-    """Action ``duplicates``; returns 1 where there are any."""
+    """Prints pairs of documents with the same tokens (action ``duplicates``); returns 1 if there are any."""
     count = 0
     for found in find_duplicates(
         args.prefixes, args.split, split_by=SplitBy(args.split_by), across_splits=not args.anywhere
@@ -176,7 +176,7 @@ def open_training_data(args: argparse.Namespace) -> Mixture | InstanceSet:
 
 
 def print_sample(args: argparse.Namespace) -> None:
-    """Action ``sample``."""
+    """Prints where a sample of a run comes from, and its tokens (action ``sample``)."""
     data, tokenizer = open_training_data(args), load_tokenizer(args)
     if isinstance(data, Mixture):
         corpus, epoch, instance, prefix, ranges = data.sample(args.position)
@@ -192,7 +192,7 @@ def print_sample(args: argparse.Namespace) -> None:
 
 
 def print_blend(args: argparse.Namespace) -> None:
-    """Action ``blend``."""
+    """Prints what a run reads of each corpus (action ``blend``)."""
     data = open_training_data(args)
     if not isinstance(data, Mixture):
         if args.picture:

@@ -45,7 +45,7 @@ _OWN_OPTIONS = (
 
 @dataclass(frozen=True)
 class Suggestion:
-    """What a curve of losses over rising rates says."""
+    """Learning rates read from a curve of losses over rising rates."""
 
     rate: float  # where the smoothed loss falls fastest
     lowest: float  # where it is lowest
@@ -88,7 +88,7 @@ def _rate(text: str) -> float:
 
 
 def _find(options: list[str], run_dir: Path, args: argparse.Namespace) -> int:
-    """Runs the trial, and writes and prints what it says."""
+    """Runs the trial, prints the suggested rate, and writes lr_find.json, metrics.jsonl and the picture."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="lr-find-", dir=run_dir) as folder:
@@ -125,7 +125,7 @@ def smoothed(losses: np.ndarray) -> np.ndarray:
 
 
 def suggest(rates: np.ndarray, losses: np.ndarray) -> Suggestion:
-    """Reads a curve of losses over exponentially rising rates.
+    """Suggests a learning rate from a curve of losses over exponentially rising rates.
 
     Args:
         rates: ascending, float64 [steps].

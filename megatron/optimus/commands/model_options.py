@@ -86,7 +86,7 @@ def run_on_ranks(
 
 @contextlib.contextmanager
 def _all_ranks(args: argparse.Namespace, launch: RankEnvironment) -> Iterator[Ranks]:
-    """Gives the ranks that compute together, each with its device set; one process makes no process group."""
+    """Joins the process group, unless this process is alone; yields the ranks and leaves the group at the end."""
     device = devices.device_for_rank(Device(args.device), launch.local_rank)
     devices.set_device(device)
     devices.set_cpu_threads(launch)

@@ -25,7 +25,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megatron.optimus.config.load import Parser, Run, load, whole_number
+from megatron.optimus.config.load import CommandLine, Parser, load, whole_number
 from megatron.optimus.config.options import build, read_sections
 from megatron.optimus.config.presets import PRESETS
 from megatron.optimus.config.schema import ConfigError, RunConfig
@@ -122,7 +122,7 @@ def _num_ranks(args: argparse.Namespace, machine: Machine) -> int:
     return size
 
 
-def print_plan(run: Run, world_size: int, machine: Machine, args: argparse.Namespace) -> int:
+def print_plan(run: CommandLine, world_size: int, machine: Machine, args: argparse.Namespace) -> int:
     """Prints the plan of the run's layout and the best layouts; returns the exit code."""
     config, top = run.config, args.top
     requested_plan: Plan | None = None

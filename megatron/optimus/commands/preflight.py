@@ -218,7 +218,7 @@ def check_folder(folder: Path) -> dict[str, float]:
 
 
 def folder_of(config: RunConfig) -> Path:
-    """The folder of checkpoints."""
+    """Returns the folder to which the run will save its checkpoints."""
     return Path(config.checkpoint.save or Path(config.logging.run_dir) / "checkpoints")
 
 

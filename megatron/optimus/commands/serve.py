@@ -137,7 +137,7 @@ def _vllm_lines(args: argparse.Namespace) -> list[str]:
 
 
 def _length(args: argparse.Namespace, loaded: TextModel) -> int:
-    """Most tokens of a prompt with its completion."""
+    """Returns the largest number of tokens of a prompt with its completion. Raises ConfigError."""
     trained = loaded.config.max_position_embeddings
     if args.max_model_len is not None and args.max_model_len > trained:
         raise ConfigError(
@@ -148,7 +148,7 @@ def _length(args: argparse.Namespace, loaded: TextModel) -> int:
 
 
 def _pages(args: argparse.Namespace, loaded: TextModel, length: int) -> int:
-    """Pages of the cache: as --cache-tokens says, or for a full batch, as far as an accelerator's memory goes."""
+    """Returns the pages of the cache: --cache-tokens, else a full batch as far as it fits. Raises ConfigError."""
     if args.cache_tokens is not None:
         pages = num_pages(args.cache_tokens)
     else:
@@ -165,7 +165,7 @@ def _pages(args: argparse.Namespace, loaded: TextModel, length: int) -> int:
 
 
 def _serve(args: argparse.Namespace, loaded: TextModel, engine: Engine, length: int, listening: socket.socket) -> None:
-    """Answers requests until a signal comes and those that run have ended."""
+    """Serves requests until a signal asks to stop and the running requests have ended."""
     from megatron.optimus.inference.server.app import ServerLimits, Service, build_app
     from megatron.optimus.inference.server.chat import ChatTemplate
     from megatron.optimus.inference.server.lifetime import Server

@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _texts(args: argparse.Namespace, progress: Progress) -> Iterator[str]:
-    """Yields the documents to train on, and notes what is being done meanwhile and after the last of them."""
+    """Yields the documents to train on, and updates the progress."""
     read = 0
 
     def show(fraction: float, documents: int) -> None:

@@ -17,7 +17,7 @@ LOG = "output.txt"  # what the process printed, in the run's folder
 
 
 def run_trial(options: Sequence[str], folder: Path, num_ranks: int | None) -> tuple[int, bool]:
-    """Runs one trial to its end. A stop signal is passed on, upon which the trial saves and ends.
+    """Runs one trial to its end. Forwards a stop signal to the trial, which then saves and ends.
 
     Args:
         options: of pretrain.

@@ -71,7 +71,7 @@ class Precision(str, Enum):
 
 
 class OnNan(str, Enum):
-    """What follows updates left out in a row because gradients were not finite (or far too large)."""
+    """What a run does after several skipped updates in a row, whose gradients were not finite or far too large."""
 
     STOP = "stop"
     SKIP = "skip"
@@ -89,7 +89,7 @@ class Float8(str, Enum):
 
 
 class KernelLibrary(str, Enum):
-    """Whose kernels compute norms or the optimizer's step."""
+    """The library whose kernels compute norms or the optimizer's step."""
 
     OPTIMUS = "optimus"  # ours and torch's
     APEX = "apex"

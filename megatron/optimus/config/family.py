@@ -105,7 +105,7 @@ class Family:
 
 
 def layer_parameters(model: ModelConfig, *, is_moe: bool) -> Specs:
-    """Those of a layer, with experts or dense, by their names in it and in the model's order."""
+    """Parameters of a layer, with experts or dense, by their names in the layer and in the model's order."""
     width, family = model.hidden_size, family_of(model)
     found = norm_parameters("attention_norm", model)
     found |= {f"attention.{name}": spec for name, spec in family.attention_parameters(model).items()}
@@ -124,7 +124,7 @@ def layer_parameters(model: ModelConfig, *, is_moe: bool) -> Specs:
 
 
 def norm_parameters(name: str, model: ModelConfig) -> Specs:
-    """Those of a norm of the residual stream."""
+    """Parameters of a norm of the residual stream."""
     has_scale = model.normalization is Normalization.RMSNORM
     return {f"{name}.weight": ParameterSpec((model.hidden_size,), ParameterKind.NORM)} if has_scale else {}
 

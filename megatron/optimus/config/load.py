@@ -39,7 +39,7 @@ _WRONG_VALUE = re.compile(r"^argument (--\S+): (?=')(.*)$", re.DOTALL)
 
 
 @dataclass(frozen=True)
-class Run:
+class CommandLine:
     """What a command line asks for.
 
     Attributes:
@@ -62,7 +62,7 @@ def load(
     program: str = "pretrain",
     other_flags: Iterable[str] = (),
     take_from_hf: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
-) -> Run:
+) -> CommandLine:
     """Reads a run from a command line that holds run options only.
 
     Args:
@@ -219,7 +219,9 @@ def _add_option(group: argparse._ArgumentGroup, option: Option) -> None:
         group.add_argument(option.flag, metavar=_metavar(option), help=text, **words)
 
 
-def read_run(args: argparse.Namespace, take_from_hf: Callable[[dict[str, Any]], dict[str, Any]] | None = None) -> Run:
+def read_run(
+    args: argparse.Namespace, take_from_hf: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+) -> CommandLine:
     """Builds the run from the result of a parser with ``add_run_options``; see ``load``. Raises ConfigError."""
     values: dict[str, Any] = {}
     if args.preset is not None:
@@ -239,7 +241,7 @@ def read_run(args: argparse.Namespace, take_from_hf: Callable[[dict[str, Any]], 
                 f"--preset={args.preset} and from_hf={values['from_hf']!r} both name a model; leave one of them out"
             )
         values = take_from_hf(values)
-    return Run(build(values), args.preset, args.dry_run, frozenset(words), args.verbose)
+    return CommandLine(build(values), args.preset, args.dry_run, frozenset(words), args.verbose)
 
 
 def _metavar(option: Option) -> str:

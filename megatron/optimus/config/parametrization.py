@@ -67,7 +67,7 @@ class UpdateScaling(NamedTuple):
 
     @property
     def weight_decay(self) -> float:
-        """So that lr x weight_decay is the same for every tensor."""
+        """Factor on the weight decay; it keeps lr x weight_decay the same for every tensor."""
         return 1 / self.lr
 
 

@@ -150,17 +150,17 @@ class RankPlan:
 
     @property
     def element_bytes(self) -> int:
-        """Of a weight and of an activation."""
+        """Bytes of an element of a weight or an activation."""
         return 2 if self.config.training.params_dtype is Precision.BF16 else 4
 
     @property
     def gradient_element_bytes(self) -> int:
-        """Of a gradient as micro-batches are added up."""
+        """Bytes of an element of a gradient while micro-batches are accumulated."""
         return 4 if self.config.optimizer.accumulate_allreduce_grads_in_fp32 else 2
 
     @property
     def sent_gradient_element_bytes(self) -> int:
-        """Of a gradient on the wire."""
+        """Bytes of an element of a gradient in a reduction."""
         return 2 if self.config.optimizer.grad_reduce_in_bf16 else self.gradient_element_bytes
 
     @property

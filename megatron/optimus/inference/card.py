@@ -29,7 +29,7 @@ _PREFERRED = ("acc,none", "exact_match,none", "acc_norm,none")  # the score of a
 
 @dataclass(frozen=True)
 class Bin:
-    """Answers of similar confidence."""
+    """A bin of the reliability diagram: answers of similar confidence."""
 
     count: int
     confidence: float  # mean
@@ -52,7 +52,7 @@ class Calibration:
 
 @dataclass
 class TaskCard:
-    """One task."""
+    """The results of one task on the card."""
 
     name: str
     metric: str  # the score that ``by_seed``, ``by_instruction`` and ``by_shots`` have
@@ -81,7 +81,7 @@ def measure(
     shots: Sequence[int],
     progress: Callable[[str], None] = lambda text: None,
 ) -> list[TaskCard]:
-    """Evaluates a model on each task in many ways. Collective over the model's ranks.
+    """Evaluates a model on each task with several seeds, instructions and numbers of examples. Collective.
 
     Args:
         model: in evaluation mode.

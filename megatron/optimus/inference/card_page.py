@@ -29,7 +29,7 @@ svg { width: 100%; height: auto; display: block; } svg text { fill: var(--soft);
 
 
 def page(title: str, facts: Mapping[str, str], cards: Sequence[TaskCard]) -> str:
-    """The page.
+    """Writes the card as one HTML page.
 
     Args:
         title: what was evaluated.

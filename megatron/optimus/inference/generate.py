@@ -210,7 +210,7 @@ def _complete(loaded: TextModel, batch: Sequence[Request], sampling: Sampling, s
 
 
 def own_share(batch: Sequence[T], mesh: Mesh) -> list[T]:
-    """This rank's items of a batch, as many as every other rank has: the last item fills up."""
+    """Returns this rank's items of a batch; the last item is repeated so that every rank has the same number."""
     size, index = mesh.size("dp"), mesh.index("dp")
     share = -(-len(batch) // size)
     return [batch[min(place, len(batch) - 1)] for place in range(index * share, (index + 1) * share)]

@@ -40,7 +40,7 @@ logger = logging.getLogger("optimus")
 
 
 class TasksInTraining:
-    """The tasks of a run, with their data and the tokenizer. Every method is collective over all ranks."""
+    """Evaluates the tasks of ``eval_tasks`` on a model in training. Every method is collective over all ranks."""
 
     def __init__(self, run: RunContext) -> None:
         """Loads tokenizer and data. Raises ConfigError or DataError on every rank where one cannot."""
@@ -60,7 +60,7 @@ class TasksInTraining:
         self._dispatchers: list[TokenDispatcher] | None = None
 
     def evaluate(self, model: Decoder, step: int, metadata: Mapping[str, Any]) -> dict[str, float]:
-        """Evaluates the model.
+        """Evaluates the model on every task.
 
         Args:
             model: this rank's part, in training.
@@ -68,7 +68,7 @@ class TasksInTraining:
             metadata: that of the run's checkpoints; an imported model's says which tokens end a text.
 
         Returns:
-            Scores by NAME/METRIC, on every rank. None after an error of a task, which one line of the log says.
+            Scores by NAME/METRIC, on every rank; empty from the first error of a task on, which is logged once.
         """
         if self._has_failed:
             return {}

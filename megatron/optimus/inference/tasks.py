@@ -216,7 +216,7 @@ def _seed() -> None:
 
 @contextmanager
 def _as_asked(tasks: dict[str, Any], variant: Variant) -> Iterator[None]:
-    """Has tasks give their questions so many examples, and as before afterwards."""
+    """Sets the number and the seed of few-shot examples inside, and restores the number afterwards."""
     before = {name: task.get_config("num_fewshot") for name, task in tasks.items()}
     for name, task in tasks.items():
         # A task that says 0 has no examples, or its prompt is not made for them.

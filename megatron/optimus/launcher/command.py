@@ -124,7 +124,7 @@ class Launch:
         if self.method is LaunchMethod.SRUN or torchrun_by_srun:
             words = ["srun", "--nodes", nodes, "--ntasks", total, "--ntasks-per-node", each]
             words += ["--kill-on-bad-exit=1", "--export=ALL"]  # else ranks would wait for a lost one
-            words += ["--nodelist", ",".join(hosts)] if self.spares else []
+            words += ["--nodelist", ",".join(hosts)] if self.spares or len(hosts) < len(self.hosts) else []
             return words + ([f"--cpu-bind={bind}"] if bind else [])
         if self.mpi is Mpi.OPENMPI:
             words = ["mpiexec", "-n", total, "--map-by", f"ppr:{each}:node", "--hostfile", hostfile]

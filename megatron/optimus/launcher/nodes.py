@@ -6,6 +6,9 @@ another attempt, as most failures are not a node's. Where it fails again, one no
 one that was exchanged on suspicion comes back only when no other spare is left.
 
 A node with evidence against it is written to ``bad_nodes.json`` in the run's folder and not used by later jobs either.
+
+With ``fit``, which ``optimus launch --min-nodes`` gives, the run goes on with fewer nodes where no spare is left. A
+node comes back when its entry is deleted from that file, and a new one when the job's list of nodes names it.
 """
 
 from __future__ import annotations
@@ -64,6 +67,8 @@ class NodePool:
         ranks_per_node: to tell a rank's node.
         record: the list of bad nodes; None keeps none.
         check: returns the bad ones of the nodes given, each with a reason; None: there is no such check.
+        fit: returns how many of so many nodes an attempt can use, 0 if they are too few; None: always ``num_active``.
+        listed: returns the job's nodes as they are now, for ``grow``.
     """
 
     def __init__(
@@ -73,20 +78,27 @@ class NodePool:
         ranks_per_node: int,
         record: Path | None = None,
         check: Callable[[Sequence[str]], Mapping[str, str]] | None = None,
+        fit: Callable[[int], int] | None = None,
+        listed: Callable[[], Sequence[str]] = tuple,
     ) -> None:
         self._record, self._check, self._ranks_per_node = record, check, ranks_per_node
-        self._bad = _read(record)
+        self._num_active, self._fit, self._known, self._listed = num_active, fit, list(hosts), listed
+        self._bad, self._version = _read(record) or {}, _version(record)
         good = [host for host in hosts if _short(host) not in self._bad]
         bad = [host for host in hosts if _short(host) in self._bad]
+        active = [*good, *bad][:num_active]
+        if fit is not None and len(good) < num_active and (count := fit(len(good))):
+            active = good[:count]
         if bad:
-            left_out = [host for host in bad if host not in [*good, *bad][:num_active]]
+            left_out = [host for host in bad if host not in active]
             logger.warning(
                 "%s: bad nodes of earlier attempts: %s; %s (delete the file to use all again)",
                 record,
                 ", ".join(f"{host} ({self._bad[_short(host)].get('reason')})" for host in bad),
                 f"not used: {', '.join(left_out)}" if left_out else "used all the same, as there are no others",
             )
-        self.hosts, self.spares = [*good, *bad][:num_active], good[num_active:]
+        self.hosts, self.spares = active, good[len(active) :]
+        self.problem = ""  # why no attempt can be made
         self._suspects: list[str] = []  # exchanged without evidence, oldest first
         self._unnamed = 0  # failures in a row without evidence
 
@@ -116,7 +128,8 @@ class NodePool:
         if found:
             self._unnamed = 0
             self._quarantine(found)
-            return f"lost nodes: {', '.join(found)} ({next(iter(found.values()))})"
+            smaller = f"; it goes on with {len(self.hosts)} of {self._num_active} nodes" if self.is_smaller else ""
+            return f"lost nodes: {', '.join(found)} ({next(iter(found.values()))}){smaller}"
         self._unnamed += 1
         if self._unnamed == 1 or not (self.spares or self._suspects):
             return "no node was named: the nodes stay"
@@ -126,7 +139,51 @@ class NodePool:
         """Notes that the nodes in use have worked."""
         self._unnamed = 0
 
+    @property
+    def is_smaller(self) -> bool:
+        """Whether attempts run on fewer nodes than the run was asked for."""
+        return len(self.hosts) < self._num_active
+
+    def can_grow(self) -> bool:
+        """Looks for nodes that have come back or are new; returns whether an attempt could use more than now."""
+        if self._fit is None or not self.is_smaller:
+            return False
+        self._read_again()
+        self._known += [host for host in self._listed() if host not in self._known]
+        used = {*self.hosts, *self.spares, *self._suspects}
+        self.spares += [host for host in self._known if host not in used and _short(host) not in self._bad]
+        others = len(self.spares) + len(self._suspects)
+        return others > 0 and self._fit(len(self.hosts) + others) > len(self.hosts)
+
+    def grow(self) -> None:
+        """Uses as many nodes as it can, after ``can_grow``."""
+        self._resize()
+        try:
+            self.before_start()
+        except ConfigError as error:
+            logger.warning("%s", error)
+
+    def _resize(self) -> None:
+        """Uses the good nodes, as many as fit; the others are spares."""
+        assert self._fit is not None
+        able = [host for host in [*self.hosts, *self.spares, *self._suspects] if _short(host) not in self._bad]
+        count = self._fit(len(able))
+        if count == 0:
+            self.problem = f"{len(able)} good node{'s' * (len(able) != 1)} left, too few for --min-nodes"
+            return
+        left_out = _apart(self.hosts, able, len(able) - count)
+        self.hosts = [host for host in able if host not in left_out]
+        self.spares = [host for host in left_out if host not in self._suspects]
+        self._suspects = [host for host in self._suspects if host in left_out]
+
+    def _read_again(self) -> None:
+        """Takes over what the user has changed in the list of bad nodes."""
+        before, self._version = self._version, _version(self._record)
+        if self._version != before and (found := _read(self._record)) is not None:
+            self._bad = found
+
     def _quarantine(self, found: Mapping[str, str]) -> None:
+        self._read_again()
         for host, reason in found.items():
             self._bad[_short(host)] = {"reason": reason, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
             self.spares = [spare for spare in self.spares if spare != host]
@@ -138,6 +195,9 @@ class NodePool:
                 files.write_atomically(self._record, json.dumps(self._bad, indent=1) + "\n", sync=False)
             except OSError as error:
                 logger.warning("%s cannot be written: %s", self._record, error.strerror)
+            self._version = _version(self._record)
+        if self._fit is not None and any(_short(host) in self._bad for host in self.hosts):
+            self._resize()
 
     def _exchange_one(self) -> str:
         number = (self._unnamed - 2) % len(self.hosts)
@@ -147,8 +207,34 @@ class NodePool:
         return f"{host} is exchanged for {spare} on suspicion"
 
 
-def _read(path: Path | None) -> dict[str, dict[str, Any]]:
-    """The bad nodes by name without domain."""
+def _apart(order: Sequence[str], able: Sequence[str], count: int) -> list[str]:
+    """Chooses ``count`` of the nodes ``able`` to leave out; none of them beside another that has left, where possible.
+
+    ``order``: of the last attempt, where each node has a copy of the state of the one before (checkpoint/memory.py).
+    """
+    left_out = [host for host in reversed(able) if host not in order][:count]  # new ones hold nothing
+    gone = next((place for place, host in enumerate(order) if host not in able), -1)
+    around = [(gone + 1 + step) % len(order) for step in range(len(order))]
+    for is_apart in (True, False):
+        for place in around:
+            beside = (order[place - 1], order[(place + 1) % len(order)])
+            stay = all(host in able and host not in left_out for host in beside)
+            if len(left_out) < count and order[place] in able and order[place] not in left_out:
+                left_out += [order[place]] if stay or not is_apart else []
+    return left_out
+
+
+def _version(path: Path | None) -> tuple[int, int] | None:
+    """Changes when the file does; None where there is none."""
+    try:
+        found = path.stat() if path is not None else None
+        return None if found is None else (found.st_mtime_ns, found.st_size)
+    except OSError:
+        return None
+
+
+def _read(path: Path | None) -> dict[str, dict[str, Any]] | None:
+    """The bad nodes by name without domain; None where the file cannot be read."""
     try:
         found = json.loads(path.read_text(encoding="utf-8")) if path is not None else {}
         return {host: dict(entry) for host, entry in found.items()}
@@ -156,7 +242,7 @@ def _read(path: Path | None) -> dict[str, dict[str, Any]]:
         return {}
     except (OSError, ValueError, TypeError, AttributeError) as error:
         logger.warning("%s cannot be read and is left out: %s", path, error)
-        return {}
+        return None
 
 
 def _short(host: str) -> str:

@@ -27,13 +27,14 @@ from typing import Any
 from megatron.optimus.launcher.agent import LocalAgent
 from megatron.optimus.launcher.nodes import NodePool
 from megatron.optimus.platform import files, parent_death
-from megatron.optimus.platform.exit_codes import NUMERIC_ERROR, STALLED, USER_ERROR
+from megatron.optimus.platform.exit_codes import EXPLAINED, NUMERIC_ERROR, STALLED, USER_ERROR
 
 logger = logging.getLogger("optimus")
 
 _KEPT_LINES = 400
 _GRACE_SECONDS = 15.0
 _LONGEST_PAUSE = 60.0
+_GROWTH_SECONDS = 1.0  # between two looks for nodes that have come back
 _MOST_WITHOUT_STEP, _MOST_NUMERIC, _MOST_WITHOUT_SAVE = 2, 2, 5  # attempts in a row
 # What ranks print: process_groups.lost_peer_reason and Trainer.
 _SURVIVOR = re.compile(r"error on rank (\d+): another rank has ended")
@@ -50,6 +51,7 @@ class AttemptResult:
     interrupted: bool = False  # the launcher received a stop signal, or a rank did and all saved and left
     has_trained: bool = False  # at least one training step was done
     survivors: frozenset[int] = frozenset()  # ranks that reported the loss of a peer
+    grows: bool = False  # all saved and left because more nodes can be used
 
 
 def run_with_restarts(
@@ -68,10 +70,19 @@ def run_with_restarts(
         newest_step: the step of the newest checkpoint; -1 without one.
         save_interval: of the run, for the message.
     """
-    without_step = without_save = numeric = 0
-    for attempt in range(max_restarts + 1):
+    without_step = without_save = numeric = attempt = 0
+    while True:
         before = newest_step()
         outcome = attempt_on(nodes.hosts)
+        if outcome.grows:  # no failure, and all was saved
+            without_step = without_save = numeric = 0
+            nodes.after_progress()
+            nodes.grow()
+            if nodes.problem:
+                logger.error("%s: not started again", nodes.problem)
+                return outcome.code
+            logger.warning("it goes on with %d nodes from the step that was saved", len(nodes.hosts))
+            continue
         has_saved = newest_step() > before
         if has_saved:
             without_save = numeric = 0
@@ -95,18 +106,21 @@ def run_with_restarts(
         if reason:
             logger.error("%s: not started again", reason)
             return outcome.code
+        attempt += 1
         pause = 0.0 if without_save == 1 else min(5.0 * 2 ** (without_save - 2), _LONGEST_PAUSE)
         found = nodes.after_failure(outcome.last_lines, outcome.survivors)
+        if nodes.problem:
+            logger.error("%s; %s: not started again", found, nodes.problem)
+            return outcome.code
         logger.warning(
             "attempt %d ended with code %d%s; the next one starts %s and resumes from the newest checkpoint%s",
-            attempt + 1,
+            attempt,
             outcome.code,
             f" ({found})" if found else "",
             f"in {pause:.0f} s" if pause else "now",
             f"; {len(nodes.spares)} spare nodes are left" if nodes.hosts else "",
         )
         time.sleep(pause)
-    raise AssertionError("the last attempt returns")
 
 
 def run_local(agent: LocalAgent, metrics: Path, hint: str) -> AttemptResult:
@@ -145,7 +159,11 @@ class _StepMonitor:
 
 
 def run_monitored(
-    command: Sequence[str], env: dict[str, str], stall_seconds: float | None, metrics: Path
+    command: Sequence[str],
+    env: dict[str, str],
+    stall_seconds: float | None,
+    metrics: Path,
+    can_grow: Callable[[], bool] = lambda: False,
 ) -> AttemptResult:
     """Runs a command, prints its output, and stops it where it has printed nothing for ``stall_seconds``.
 
@@ -156,18 +174,10 @@ def run_monitored(
         env: its environment.
         stall_seconds: None for no limit.
         metrics: the file to which the run appends a line for each step.
+        can_grow: whether more nodes could be used; then the ranks are asked to save and leave.
     """
     steps = _StepMonitor(metrics)
-    before_exec = parent_death.signal_setter(signal.SIGTERM)  # mpiexec and srun pass it on to the ranks
-    process = subprocess.Popen(
-        command,
-        env=env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        preexec_fn=before_exec,  # noqa: PLW1509 - C calls, no lock
-    )
+    process = _start(command, env)
     interrupted, previous = _forward_signals(process)
     lines: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
     survivors: set[int] = set()
@@ -186,10 +196,16 @@ def run_monitored(
 
     reader = threading.Thread(target=print_output, daemon=True)
     reader.start()
-    stalled = False
+    stalled = asks_to_leave = False
+    next_look = time.monotonic() + _GROWTH_SECONDS
     while process.poll() is None:
         time.sleep(0.1)
         steps.update()
+        if steps.has_trained and not asks_to_leave and time.monotonic() > next_look:
+            next_look = time.monotonic() + _GROWTH_SECONDS
+            if asks_to_leave := can_grow():
+                logger.warning("more nodes can be used: the ranks are asked to save")
+                process.terminate()
         if not steps.has_trained:
             last[0] = time.monotonic()
         if stall_seconds is not None and time.monotonic() - last[0] > stall_seconds:
@@ -202,8 +218,25 @@ def run_monitored(
         signal.signal(number, handler)
     code = STALLED if stalled else process.returncode
     code = code if code >= 0 else 128 - code
-    is_wanted = interrupted[0] or (was_asked[0] and code in _STOP_CODES)
-    return AttemptResult(code, tuple(lines), is_wanted, steps.has_trained, frozenset(survivors))
+    all_left = was_asked[0] and code in _STOP_CODES
+    # Whatever the ranks' starter makes of SIGTERM, unless a rank has said what is wrong.
+    grows = asks_to_leave and not interrupted[0] and code not in (0, *EXPLAINED)
+    is_wanted = interrupted[0] or (all_left and not grows)
+    return AttemptResult(code, tuple(lines), is_wanted, steps.has_trained, frozenset(survivors), grows)
+
+
+def _start(command: Sequence[str], env: dict[str, str]) -> subprocess.Popen[str]:
+    """Starts a command whose output is read here and that ends with this process."""
+    before_exec = parent_death.signal_setter(signal.SIGTERM)  # mpiexec and srun pass it on to the ranks
+    return subprocess.Popen(
+        command,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        preexec_fn=before_exec,  # noqa: PLW1509 - C calls, no lock
+    )
 
 
 def _forward_signals(process: subprocess.Popen[str]) -> tuple[list[bool], dict[int, Any]]:

@@ -329,12 +329,21 @@ def embedding_part(rank: RankPlan) -> PartMemory:
 
 @dataclass(frozen=True)
 class RingSizes:
-    """``scratch``: bytes that the kernel's backward allocates for itself, for each element of its queries;
-    ``workspace``: and besides. ``repeats``: key/value heads are repeated where query heads share them."""
+    """Sizes on which the bytes of ring attention depend.
+
+    Attributes:
+        queries: elements of a rank's queries.
+        keys: elements of a rank's keys, and of its values.
+        element_bytes: bytes of an element.
+        ranks: of the ring.
+        scratch: bytes that the kernel's backward allocates for each element of its queries.
+        workspace: bytes that the kernel allocates whatever the sizes.
+        repeats: whether key/value heads are repeated for the query heads that share them.
+    """
 
     queries: int
     keys: int
-    element_bytes: int  # bytes
+    element_bytes: int
     ranks: int
     scratch: int = 0
     workspace: int = 0
@@ -342,12 +351,12 @@ class RingSizes:
 
     @property
     def travelling(self) -> int:
-        """Keys and values at hand, and those that arrive, except for the rank's own: on two ranks one set of them."""
+        """Bytes of other ranks' keys and values: those in use and those that arrive; with two ranks one set of them."""
         return 2 * self.keys * self.element_bytes * min(2, self.ranks - 1)
 
 
 def forward_bytes(sizes: RingSizes) -> int:
-    """Most of the forward besides what it keeps.
+    """Counts the peak bytes of the forward, without what the backward needs.
 
     Keys and values as they came, the result in fp32, keys and values on their way, a step's result and what it takes to
     make or merge it. (Queries as they came are where the output will be.)
@@ -363,10 +372,10 @@ def forward_bytes(sizes: RingSizes) -> int:
 
 
 def backward_bytes(sizes: RingSizes) -> int:
-    """Most of the backward besides what was kept.
+    """Counts the peak bytes of the backward, without what the forward kept.
 
-    Its gradient as it came, contiguous copies of it and of the output, gradients in fp32, those of keys and values
-    twice (arriving, and sent or added up), and a step's own.
+    The output's gradient as it came, contiguous copies of that gradient and of the output, and gradients in fp32. Those
+    of keys and values exist twice: as they arrive, and as they are sent or added up. Then what one step allocates.
     """
     queries = sizes.queries * sizes.element_bytes
     step = max(half_the_queries(sizes), half_the_keys(sizes))
@@ -374,19 +383,25 @@ def backward_bytes(sizes: RingSizes) -> int:
 
 
 def sums_bytes(sizes: RingSizes) -> int:
-    """Gradients in fp32: of the queries, and twice of keys and values."""
+    """Counts the bytes of gradients in fp32: of the queries, and twice of keys and values."""
     return FP32 * (sizes.queries + 2 * 2 * sizes.keys)
 
 
 def half_the_queries(sizes: RingSizes) -> int:
-    """Half of gradient, queries and output copied; their gradients, and those of all keys and values."""
+    """Counts the bytes of a step in which half the queries meet all keys.
+
+    Copies of half of gradient, queries and output; their gradients, and those of all keys and values.
+    """
     queries, keys = sizes.queries * sizes.element_bytes, sizes.keys * sizes.element_bytes
     repeated = 4 * queries + 2 * (FP32 * sizes.keys - keys) if _repeats(sizes) else 0  # and their gradients, summed
     return 3 * queries // 2 + queries // 2 + 2 * keys + repeated + sizes.scratch * sizes.queries // 2 + sizes.workspace
 
 
 def half_the_keys(sizes: RingSizes) -> int:
-    """Half of keys and values copied; their gradients, and those of all queries."""
+    """Counts the bytes of a step in which all queries meet half the keys.
+
+    Copies of half of keys and values; their gradients, and those of all queries.
+    """
     queries, keys = sizes.queries * sizes.element_bytes, sizes.keys * sizes.element_bytes
     repeated = 2 * queries + FP32 * sizes.keys - keys if _repeats(sizes) else 0
     return keys + queries + keys + repeated + sizes.scratch * sizes.queries + sizes.workspace

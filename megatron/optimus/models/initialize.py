@@ -22,15 +22,22 @@ from megatron.optimus.platform.seeding import generator_for
 
 @torch.no_grad()
 def initialize_weights(model: Decoder, *, seed: int, device: torch.device, dtype: torch.dtype) -> None:
-    """Materialises a model built on the meta device: matrices N(0, init_method_std^2), norm scales 1, biases 0,
-    buffers 0. With muP or CompleteP standard deviations and norm scales have a factor (config/parametrization.py).
+    """Materialises a model built on the meta device and draws its weights; buffers are 0.
 
     Parameters get ``dtype`` (drawn in fp32, then rounded); buffers keep theirs. On the meta device nothing is drawn.
-    The number of torch's CPU threads changes the time, not the weights.
     """
     materialize(model, device, dtype)
-    if device.type == "meta":
-        return
+    if device.type != "meta":
+        draw_weights(model, seed)
+
+
+@torch.no_grad()
+def draw_weights(model: Decoder, seed: int) -> None:
+    """Sets all parameters to initial values: matrices N(0, init_method_std^2), norm scales 1, biases 0.
+
+    With muP or CompleteP standard deviations and norm scales have a factor (config/parametrization.py). The number of
+    torch's CPU threads changes the time, not the weights.
+    """
     draws: list[_Draw] = []
     for name, parameter in model.named_parameters():
         scale = initial_scale(model.config, name, parameter.dim())

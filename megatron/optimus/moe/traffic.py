@@ -52,7 +52,7 @@ class DispatcherTraffic:
         yield from ()
 
 
-class AllGather(DispatcherTraffic):
+class AllGatherTraffic(DispatcherTraffic):
     """Every rank gets all tokens of the group."""
 
     sends_before_router = True
@@ -74,7 +74,7 @@ class AllGather(DispatcherTraffic):
         )
 
 
-class AllToAll(DispatcherTraffic):
+class AllToAllTraffic(DispatcherTraffic):
     """A rank gets the tokens that need one of its experts, each once."""
 
     sends_every_row = False
@@ -109,7 +109,7 @@ class AllToAll(DispatcherTraffic):
         )
 
 
-class Hierarchical(AllToAll):
+class HierarchicalTraffic(AllToAllTraffic):
     """Counted as all-to-all over the whole group: what travels between nodes once is not told apart."""
 
     @staticmethod
@@ -117,25 +117,25 @@ class Hierarchical(AllToAll):
         return 0
 
 
-class Symmetric(DispatcherTraffic):
+class SymmetricTraffic(DispatcherTraffic):
     """Ranks read each other's memory: what all-to-all moves, in rows as all-gather has them."""
 
     @staticmethod
     def saved_bytes(rank: RankPlan, *, recomputes: bool) -> int:
-        """Of each row whether it is needed, and its experts here."""
+        """Bytes of each row's flag (needed here or not), and of its expert numbers unless experts are recomputed."""
         indices = 0 if recomputes else rank.model.moe_router_topk * INT32
-        return Symmetric.rows(rank) * (1 + indices)
+        return SymmetricTraffic.rows(rank) * (1 + indices)
 
     @staticmethod
     def shared_bytes(rank: RankPlan) -> int:
-        """Own tokens, the answers of all others, choices and their gradients."""
+        """Bytes of own tokens, of the other ranks' outputs, and of choices with their gradients."""
         choices = rank.sequence_parallel_tokens * rank.model.moe_router_topk
-        rows = Symmetric.rows(rank)
+        rows = SymmetricTraffic.rows(rank)
         return rows * rank.model.hidden_size * rank.element_bytes + choices * (INT32 + 2 * FP32)
 
     @staticmethod
     def collectives(rank: RankPlan, layers: int, *, overlaps: bool) -> Iterator[Collective]:
-        size, rows, row = rank.expert_ranks, Symmetric.rows(rank), rank.model.hidden_size * rank.element_bytes
+        size, rows, row = rank.expert_ranks, SymmetricTraffic.rows(rank), rank.model.hidden_size * rank.element_bytes
         choices = rows * rank.model.moe_router_topk
         needed, copies = rows_needed(rank) * row, OverlapsWith.LAST_PRODUCT  # whole blocks, by the copy engines
         yield Collective(
@@ -151,17 +151,17 @@ class Symmetric(DispatcherTraffic):
 
 
 DISPATCHERS: dict[TokenDispatcherType, type[DispatcherTraffic]] = {
-    TokenDispatcherType.ALLGATHER: AllGather,
-    TokenDispatcherType.ALLTOALL: AllToAll,
-    TokenDispatcherType.HIERARCHICAL: Hierarchical,
-    TokenDispatcherType.SYMMETRIC: Symmetric,
-    TokenDispatcherType.AUTO: Hierarchical,  # which one is taken, only a probe knows
+    TokenDispatcherType.ALLGATHER: AllGatherTraffic,
+    TokenDispatcherType.ALLTOALL: AllToAllTraffic,
+    TokenDispatcherType.HIERARCHICAL: HierarchicalTraffic,
+    TokenDispatcherType.SYMMETRIC: SymmetricTraffic,
+    TokenDispatcherType.AUTO: HierarchicalTraffic,  # which one is taken, only a probe knows
 }
 
 
 def traffic_of(kind: TokenDispatcherType) -> type[DispatcherTraffic]:
-    """Returns the declaration of a dispatcher, AllGather for one without a declaration of its own."""
-    return DISPATCHERS.get(kind, AllGather)
+    """Returns the declaration of a dispatcher, AllGatherTraffic for one without a declaration of its own."""
+    return DISPATCHERS.get(kind, AllGatherTraffic)
 
 
 def dispatcher_traffic(rank: RankPlan) -> type[DispatcherTraffic]:

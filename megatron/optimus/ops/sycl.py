@@ -80,7 +80,7 @@ def set_work_sizes(
     _runtime().configure(group_items, block_slots, tile, check_contents)
 
 
-class RowOrder(NamedTuple):
+class CompactRowOrder(NamedTuple):
     """Rows of slots in expert order, as csrc/sycl/row_order.sycl makes it; all int32."""
 
     slots_N: Tensor  # slot of each row, foreign slots last
@@ -89,12 +89,12 @@ class RowOrder(NamedTuple):
     counts_E: Tensor  # rows of each expert
 
 
-def sort_slots(indices_TK: Tensor, num_experts: int) -> RowOrder:
+def sort_slots(indices_TK: Tensor, num_experts: int) -> CompactRowOrder:
     """``reference.sort_slots``. On xpu, an index outside [-1, E) is sorted to the end and makes the results of
     ``combine`` NaN; on cpu it raises ValueError."""
     num_slots = indices_TK.numel()
     sizes = (num_slots, num_slots, num_experts + 3, num_experts)
-    order = RowOrder(*(indices_TK.new_empty(size, dtype=torch.int32) for size in sizes))
+    order = CompactRowOrder(*(indices_TK.new_empty(size, dtype=torch.int32) for size in sizes))
     _run("sort_slots", indices_TK, *order)
     return order
 
@@ -104,7 +104,7 @@ def expert_counts(indices_TK: Tensor, num_experts: int) -> Tensor:
     return sort_slots(indices_TK, num_experts).counts_E.long()
 
 
-def combine(rows_ND: Tensor, order: RowOrder, weights_TK: Tensor | None, num_tokens: int) -> Tensor:
+def combine(rows_ND: Tensor, order: CompactRowOrder, weights_TK: Tensor | None, num_tokens: int) -> Tensor:
     """Sum over each token's local slots, in slot order and fp32, of weight (None: one) times row: [N, D] -> [T, D]."""
     y = rows_ND.new_empty(num_tokens, rows_ND.shape[1])
     _run("combine", rows_ND, order.rows_N, order.offsets, weights_TK, y)
@@ -112,7 +112,7 @@ def combine(rows_ND: Tensor, order: RowOrder, weights_TK: Tensor | None, num_tok
 
 
 def swiglu_backward(
-    hidden_N2F: Tensor, grad_NF: Tensor, order: RowOrder, weights_TK: Tensor
+    hidden_N2F: Tensor, grad_NF: Tensor, order: CompactRowOrder, weights_TK: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradient of w * swiglu(hidden), w the slot's router weight, from the gradient of the activation without w.
 
@@ -125,7 +125,9 @@ def swiglu_backward(
     return dhidden, weighted, dweights
 
 
-def grouped_input_gradient(dout: Tensor, weight_EOI: Tensor, order: RowOrder, *, gathered: bool = False) -> Tensor:
+def grouped_input_gradient(
+    dout: Tensor, weight_EOI: Tensor, order: CompactRowOrder, *, gathered: bool = False
+) -> Tensor:
     """Each row times its expert's weight, fp32 sums: [N, O] -> [N, I]; or [T, O], gathered while it is read."""
     out = dout.new_empty(order.slots_N.numel(), weight_EOI.shape[2])
     _run("gemm_input_gradient", dout, weight_EOI, order.slots_N if gathered else None, order.offsets, out)
@@ -135,7 +137,7 @@ def grouped_input_gradient(dout: Tensor, weight_EOI: Tensor, order: RowOrder, *,
 def grouped_weight_gradient(
     dout: Tensor,
     x: Tensor,
-    order: RowOrder,
+    order: CompactRowOrder,
     buffer: Tensor | None = None,
     accumulate: bool = True,
     *,
@@ -191,7 +193,7 @@ def moe_mlp_forward(
 
 def moe_mlp_backward_inputs(
     dy_TD: Tensor, arguments: list[Tensor], saved: list[Tensor], down_buffer: Tensor | None, accumulate: bool
-) -> tuple[Tensor, Tensor | None, Tensor, tuple[Tensor, RowOrder]]:
+) -> tuple[Tensor, Tensor | None, Tensor, tuple[Tensor, CompactRowOrder]]:
     """See ``fused_moe.MoeKernels``. The kernels of csrc/sycl/moe_mlp.hpp, in the order that the halves ask for."""
     dy, gate_up, down, weights, indices = (t.contiguous() for t in (dy_TD, *arguments[1:]))
     order = sort_slots(indices, down.shape[0])
@@ -205,7 +207,7 @@ def moe_mlp_backward_inputs(
 def moe_mlp_backward_up_weights(
     arguments: list[Tensor],
     saved: list[Tensor],
-    pending: tuple[Tensor, RowOrder],
+    pending: tuple[Tensor, CompactRowOrder],
     gate_up_buffer: Tensor | None,
     accumulate: bool,
 ) -> Tensor | None:

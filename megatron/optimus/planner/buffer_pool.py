@@ -46,7 +46,7 @@ class PoolBytes:
 
 
 @dataclass(frozen=True)
-class Gradients:
+class GradientSchedule:
     """What decides how a rank's gradients come and where they go; the key of ``replay``'s cache."""
 
     parameters: tuple[RankParameter, ...]  # in the model's order
@@ -67,7 +67,7 @@ def buffer_pool(rank: RankPlan) -> PoolBytes:
     return replay(gradients_of(rank), tuple(chunks_in_order(rank, enough)))
 
 
-def gradients_of(rank: RankPlan) -> Gradients:
+def gradients_of(rank: RankPlan) -> GradientSchedule:
     """Says how a rank's gradients come, from the declared order of a layer's, and where they go."""
     ends, by_key = embedding_and_head_parameters(rank), flat_buffers_by_key(rank)
     own = {is_moe: parameters_of_layer(rank, is_moe=is_moe) for kinds in rank.moe_flags for is_moe in set(kinds)}
@@ -91,7 +91,7 @@ def gradients_of(rank: RankPlan) -> Gradients:
         come += [(number, name) for number in reversed(chunk) for name in orders[kind_of[number]]]
         come += [(None, EMBEDDING)] if stage == 0 else []
         arrivals.append(tuple(at[key] for key in come if key in at))
-    return Gradients(
+    return GradientSchedule(
         parameters,
         tuple(waiting_bytes(rank, [one]) for one in parameters),
         tuple(arrivals),
@@ -119,7 +119,7 @@ def chunks_in_order(rank: RankPlan, most: int) -> list[int]:
 
 
 @lru_cache(maxsize=1024)  # a search for layouts asks for the same again and again
-def replay(gradients: Gradients, order: tuple[int, ...]) -> PoolBytes:
+def replay(gradients: GradientSchedule, order: tuple[int, ...]) -> PoolBytes:
     """Replays steps of these chunks' backwards until no step makes further buffers."""
     backwards, before = BackwardReplay(gradients), -1
     while backwards.made > before:  # from the second step on, a step that makes none is followed by others like it
@@ -146,7 +146,7 @@ class BucketReplay:
 class BackwardReplay:
     """Replays backwards through a rank's chunks, one after the other."""
 
-    def __init__(self, gradients: Gradients) -> None:
+    def __init__(self, gradients: GradientSchedule) -> None:
         self.gradients = gradients
         self._where: list[list[BucketReplay]] = [[] for _ in gradients.parameters]
         self.buckets = self._buckets()
@@ -156,11 +156,6 @@ class BackwardReplay:
         self.has_settled = False  # the first step is over
         self.is_armed = False  # the present backward sends what is complete
         self._free, self._sent = 0, list[BucketReplay]()
-
-    @property
-    def acquired(self) -> int:
-        """Buffers that buckets have, on their way or not."""
-        return self.made - self._free
 
     def _buckets(self) -> list[BucketReplay]:
         """Makes the buckets of all flat buffers, in the order in which they are launched."""

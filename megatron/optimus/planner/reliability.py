@@ -25,6 +25,7 @@ from megatron.optimus.planner.hardware import Figure, Machine
 
 SIZES = (384, 768, 1536, 3072, 6144, 12288)  # ranks of the table
 DAY_SECONDS, SPARES_CERTAINTY = 86400.0, 0.99
+_LEAST_INTERVAL = 1.0  # seconds between checkpoints: about a step
 
 COSTS: Mapping[str, Figure] = {
     "notice_s": Figure(15.0, "assumed: a process that dies is seen at once, a node by its time-outs"),
@@ -117,9 +118,9 @@ def predict(recovery: Recovery, mtbf: float, least_interval: float) -> Predictio
     return Prediction(recovery, interval, effective_share(interval, recovery, mtbf))
 
 
-def spares_needed(nodes: int, node_mtbf: float, seconds: float = DAY_SECONDS) -> int:
-    """Spare nodes that are enough with 99%, where a failure takes a node out for ``seconds``: a Poisson quantile."""
-    mean = seconds * nodes / node_mtbf
+def spares_needed(nodes: int, node_mtbf: float) -> int:
+    """Computes how many spares suffice with 99%, where a failure takes a node out for a day: a Poisson quantile."""
+    mean = DAY_SECONDS * nodes / node_mtbf
     term = total = math.exp(-mean)
     count = 0
     while total < SPARES_CERTAINTY and count < nodes:
@@ -129,16 +130,14 @@ def spares_needed(nodes: int, node_mtbf: float, seconds: float = DAY_SECONDS) ->
     return count
 
 
-def recoveries(
-    config: RunConfig, machine: Machine, ranks: int, node_mtbf: float, costs: Mapping[str, Figure] = COSTS
-) -> list[tuple[str, Recovery]]:
-    """The ways to recover and what they cost for a job of ``ranks``; also the parts of a start, for the table."""
-    cost = {name: figure.value for name, figure in costs.items()}
+def recoveries(config: RunConfig, machine: Machine, ranks: int, node_mtbf: float) -> list[Recovery]:
+    """Lists the ways to recover with their costs for a job of ``ranks``; ``node_mtbf`` in seconds."""
+    cost = {name: figure.value for name, figure in COSTS.items()}
     nodes = max(1, ranks // machine.devices_per_node)
     state, _ = checkpoint_bytes(config)
     write = state / min(cost["node_disk_bytes_s"] * nodes, cost["disk_bytes_s"])
     load = state / min(cost["node_load_bytes_s"] * nodes, cost["disk_bytes_s"])
-    start = start_seconds(ranks, nodes, costs)
+    start = start_seconds(ranks)
     meet, imports = start["meet"] + start["groups"], start["imports, parallel"]
     disk = cost["notice_s"] + cost["launch_s"] + imports + meet + load + cost["build_s"]
     forked = cost["notice_s"] + cost["fork_s"] + meet + load + cost["build_s"]
@@ -152,12 +151,12 @@ def recoveries(
     interval = predict(from_disk, mtbf, 0.0).interval
     both = -math.expm1(-(in_memory.restart + buddy) / node_mtbf)
     in_memory = replace(in_memory, restart=in_memory.restart + both * (interval / 2 + disk))
-    return [(one.name, one) for one in (from_disk, by_launcher, in_memory)]
+    return [from_disk, by_launcher, in_memory]
 
 
-def start_seconds(ranks: int, nodes: int, costs: Mapping[str, Figure] = COSTS) -> dict[str, float]:
-    """Parts of a start: imports from a parallel file system or from local disks, staging, process groups."""
-    cost = {name: figure.value for name, figure in costs.items()}
+def start_seconds(ranks: int) -> dict[str, float]:
+    """Seconds of the parts of a start: imports from a parallel file system or local disks, staging, process groups."""
+    cost = {name: figure.value for name, figure in COSTS.items()}
     calls = ranks * cost["imported_files"] * cost["file_calls"]
     return {
         "imports, parallel": cost["import_s"] + calls / cost["metadata_per_s"],
@@ -181,23 +180,22 @@ def checkpoint_bytes(config: RunConfig) -> tuple[int, int]:
 
 
 def effective_time(
-    config: RunConfig, machine: Machine, node_mtbf_hours: float, sizes: Sequence[int] = SIZES, step_seconds: float = 1.0
+    config: RunConfig, machine: Machine, node_mtbf_hours: float, sizes: Sequence[int] = SIZES
 ) -> list[RecoveryRow]:
-    """Predicts every size.
+    """Predicts the share of effective time at every size.
 
     Args:
         config: the run, for the size of its state.
         machine: ranks of a node, and how fast nodes reach each other.
         node_mtbf_hours: mean time between failures of one node.
         sizes: ranks.
-        step_seconds: shortest interval between checkpoints.
     """
     rows = []
     for ranks in sizes:
         nodes = max(1, ranks // machine.devices_per_node)
         node_mtbf = node_mtbf_hours * 3600
         ways = recoveries(config, machine, ranks, node_mtbf)
-        predictions = tuple(predict(way, node_mtbf / nodes, step_seconds) for _, way in ways)
+        predictions = tuple(predict(way, node_mtbf / nodes, _LEAST_INTERVAL) for way in ways)
         rows.append(RecoveryRow(ranks, nodes, node_mtbf / nodes, spares_needed(nodes, node_mtbf), predictions))
     return rows
 
@@ -212,7 +210,7 @@ def table(rows: Sequence[RecoveryRow]) -> str:
         for one in row.predictions:
             back = _time(one.recovery.restart)
             cells.append(f"{100 * one.share:.1f}%, save every {_time(one.interval)}, back in {back}")
-        start = start_seconds(row.ranks, row.nodes)
+        start = start_seconds(row.ranks)
         parts = [_time(start[name]) for name in ("imports, parallel", "imports, staged", "meet", "groups")]
         lines.append("| " + " | ".join([*cells, f"{parts[0]} / {parts[1]}, {parts[2]}, {parts[3]}"]) + " |")
     assumed = ", ".join(name for name, figure in COSTS.items() if not figure.is_measured)

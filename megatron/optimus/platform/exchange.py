@@ -26,7 +26,7 @@ _MOST = 512  # numbers below it: fp32 holds their sums over 16,384 ranks exactly
 
 @dataclass(frozen=True)
 class Exchange:
-    """The outcome of ``exchange``."""
+    """The result of the trial of ``exchange``."""
 
     backend: str  # of torch.distributed; "" where the ranks did not come so far
     seconds: float  # of the three collectives, connections included

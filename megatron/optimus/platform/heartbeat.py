@@ -72,7 +72,7 @@ class _OwnRecord:
 
 
 def connect(rank: int) -> None:
-    """Begins to tell the launcher, if it listens. For the main thread of a rank."""
+    """Starts the heartbeats of this rank if a launcher reads them. Call from the main thread."""
     folder = environment.agent_folder()
     if folder is None or _own:
         return
@@ -91,7 +91,7 @@ def connect(rank: int) -> None:
 
 
 def beat(phase: str, step: int | None = None) -> None:
-    """Says that this rank begins a phase.
+    """Records that this rank begins a phase.
 
     Args:
         phase: what it does now, for a person; a few fixed texts, as their usual times are learned.

@@ -6,7 +6,6 @@ The library's own settings hold: HF_ENDPOINT, HF_TOKEN or `hf auth login`, HF_HO
 from __future__ import annotations
 
 import importlib.util
-import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -19,8 +18,6 @@ _HUB_NAME = re.compile(r"hf:/{1,2}([^/@]+/[^/@]+)(?:@(.+))?")  # pathlib makes o
 _FILES = ["*.json", "*.safetensors", "*.model", "*.tiktoken", "merges.txt"]
 _PUSHED = "Exported by Optimus"
 T = TypeVar("T")
-
-log = logging.getLogger("optimus")
 
 
 def local_folder(path: str | Path) -> Path:
@@ -96,7 +93,7 @@ def _library(what: str) -> Any:
 
 
 def _calling(what: str, action: Callable[[], T]) -> T:
-    """Runs what asks the hub; its errors become one line. Raises ConfigError."""
+    """Runs a request to the hub. Raises ConfigError, in one line, for every error of the library."""
     import huggingface_hub.constants as settings
     from huggingface_hub.errors import LocalEntryNotFoundError
 

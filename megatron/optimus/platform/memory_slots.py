@@ -44,7 +44,7 @@ _ABANDONED_SECONDS = 3600.0  # a folder that no live rank uses and nobody has wr
 
 @dataclass(frozen=True)
 class Generation:
-    """What a complete file says of itself."""
+    """The header of a complete file."""
 
     step: int
     num_bytes: int  # of the data
@@ -52,19 +52,19 @@ class Generation:
 
 
 class MemorySlot:
-    """One such file.
+    """A file in host memory with one generation of a rank's training state.
 
     Args:
         path: the file, or a link to memory of the launcher's. A missing file is made.
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._map: mmap.mmap | None = None
 
     def map(self, num_bytes: int) -> mmap.mmap:
-        """Makes room for so many bytes of data and maps the file; the data begin at DATA_START.
+        """Reserves room for ``num_bytes`` of data and maps the file; the data begin at DATA_START.
 
         Raises:
             OSError: there is not so much memory.
@@ -77,18 +77,18 @@ class MemorySlot:
         return self._map
 
     def clear(self) -> None:
-        """Makes the file incomplete, before its data change."""
+        """Marks the file as incomplete. Call before its data change."""
         os.pwrite(self._descriptor, bytes(_HEAD.size), 0)
 
     def commit(self, step: int, num_bytes: int, index: dict[str, Any]) -> None:
-        """Makes the file complete, after ``num_bytes`` of data have been written."""
+        """Marks the file as complete. Call after ``num_bytes`` of data have been written."""
         text = json.dumps(index).encode()
         os.pwrite(self._descriptor, text, DATA_START + num_bytes)
         head = _HEAD.pack(_MAGIC, step, num_bytes, len(text), xxhash.xxh3_128_digest(text))
         os.pwrite(self._descriptor, head, 0)
 
     def read(self) -> Generation | None:
-        """Returns what the file holds; None where it is not complete. Its data are not checked here."""
+        """Returns the header and index; None for an incomplete file. Does not check the hashes of the data."""
         head = _read_head(self._descriptor)
         if head is None:
             return None
@@ -102,12 +102,16 @@ class MemorySlot:
         free = system.f_bavail * system.f_frsize if system.f_blocks else 1 << 62
         return free, os.fstat(self._descriptor).st_blocks * 512
 
+    def close(self) -> None:
+        """Closes the file, whose map stays valid; for one that is only read."""
+        os.close(self._descriptor)
+
     def free(self) -> None:
-        """Gives the memory back; the file is empty, and gone unless it is the launcher's. Its map must not be used."""
+        """Empties the file, and deletes it unless the launcher holds it. Invalidates the result of ``map``."""
         with contextlib.suppress(OSError):
             os.ftruncate(self._descriptor, 0)
-            if not self._path.is_symlink():
-                self._path.unlink()
+            if not self.path.is_symlink():
+                self.path.unlink()
 
 
 def newest_step(folder: Path | None) -> int:

@@ -53,7 +53,7 @@ class Progress:
             self._bar.stop()
 
     def update(self, fraction: float | None, text: str) -> None:
-        """Notes the state; cheap enough for every piece of work.
+        """Sets what is shown; cheap enough to be called for every item.
 
         Args:
             fraction: of the work that is done, 0 to 1; None: not known

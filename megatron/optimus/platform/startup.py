@@ -56,7 +56,7 @@ class StartupClock:
             self._phases.pop()
 
     def finish(self, name: str) -> dict[str, float]:
-        """Ends the start: what the last phase has not taken counts for ``name``. Returns all phases and their total."""
+        """Ends the start; the rest of its time counts for ``name``. Returns the seconds of each phase, and "total"."""
         self._phases = [name]
         self._charge()
         self.is_running = False

@@ -29,7 +29,7 @@ def flops_per_token(metrics: MetricsTail) -> float | None:
 
 
 def axes(metrics: MetricsTail) -> dict[str, np.ndarray]:
-    """What curves are drawn against: step, tokens and, where it is known, FLOPs and hours of steps and pauses."""
+    """The x axes of curves: step, tokens and, where they are known, FLOPs and hours of steps and pauses."""
     found = {"step": metrics.steps.astype(np.float64)}
     tokens = metrics.column("consumed_tokens")
     if np.isfinite(tokens).all():

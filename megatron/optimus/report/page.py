@@ -19,7 +19,7 @@ from megatron.optimus.models.parameters import count_parameters
 from megatron.optimus.platform.files import write_atomically
 from megatron.optimus.platform.log import printable
 from megatron.optimus.report import curves
-from megatron.optimus.report.read import METRICS, Run, read_run
+from megatron.optimus.report.read import METRICS, RunRecord, read_run
 from megatron.optimus.version import __version__
 
 FILE_NAME = "report.html"
@@ -53,7 +53,7 @@ def write_report_of_run(folder: Path) -> Path | None:
     return folder / FILE_NAME
 
 
-def page(runs: Sequence[Run]) -> str:
+def page(runs: Sequence[RunRecord]) -> str:
     """The page as text; to be written as UTF-8."""
     data: dict[str, Any] = {
         "made": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
@@ -74,7 +74,7 @@ def _file(name: str) -> str:
     return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
-def _names(runs: Sequence[Run]) -> list[str]:
+def _names(runs: Sequence[RunRecord]) -> list[str]:
     """A short name for each run, with as much of its path as tells it from the others."""
     names = [run.name for run in runs]
     for depth in range(2, 8):
@@ -87,7 +87,7 @@ def _names(runs: Sequence[Run]) -> list[str]:
     return [f"{name} ({number})" for number, name in enumerate(names, start=1)]
 
 
-def describe(run: Run, name: str) -> dict[str, Any]:
+def describe(run: RunRecord, name: str) -> dict[str, Any]:
     """Everything that the page shows of a run, as JSON types."""
     return {
         "name": name,
@@ -107,7 +107,7 @@ def describe(run: Run, name: str) -> dict[str, Any]:
     }
 
 
-def facts(run: Run) -> dict[str, Any]:
+def facts(run: RunRecord) -> dict[str, Any]:
     """The numbers that sum a run up; None for what is not known."""
     metrics, training = run.metrics, run.config.get("training", {})
     tokens, speed = metrics.column("consumed_tokens"), metrics.column("tokens_per_second_per_device")
@@ -136,7 +136,7 @@ def facts(run: Run) -> dict[str, Any]:
     return found | _parameters(run)
 
 
-def _parameters(run: Run) -> dict[str, int]:
+def _parameters(run: RunRecord) -> dict[str, int]:
     try:
         counts = count_parameters(from_dict({"model": run.config["model"]}).model)
     except Exception:  # no configuration, or one of another version: the page shows the rest
@@ -144,14 +144,14 @@ def _parameters(run: Run) -> dict[str, int]:
     return {"parameters": counts.total, "active_parameters": counts.active}
 
 
-def _saves(run: Run) -> dict[str, Any]:
+def _saves(run: RunRecord) -> dict[str, Any]:
     drains = run.metrics.column("save_drain_s")
     drains = drains[np.isfinite(drains)]
     stalls = np.nan_to_num(run.metrics.column("save_stall_s"))
     return {"count": len(drains), "drain_s": _median(drains), "stall_s": float(stalls.sum())}
 
 
-def _samples(run: Run) -> list[dict[str, Any]]:
+def _samples(run: RunRecord) -> list[dict[str, Any]]:
     """The texts that the page shows: those of first and last steps, and evenly spaced ones between."""
     kept = run.samples
     if len(kept) > _MOST_SAMPLES:

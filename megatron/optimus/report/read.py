@@ -179,7 +179,7 @@ class ExpertRow:
 
 
 @dataclass
-class Run:
+class RunRecord:
     """What the folder of a run holds."""
 
     folder: Path
@@ -210,7 +210,7 @@ def check_run(folder: Path) -> None:
         raise ConfigError(f"{folder} is no run: it has neither {METRICS} nor {CONFIG}{hint}; name a run's --run-dir")
 
 
-def read_run(folder: Path) -> Run:
+def read_run(folder: Path) -> RunRecord:
     """Reads a run's folder. What cannot be read is a line of ``notes``.
 
     Raises:
@@ -227,7 +227,7 @@ def read_run(folder: Path) -> Run:
         notes.append(f"{METRICS} cannot be read: {error.strerror}")
     if tail.num_damaged:
         notes.append(f"{METRICS}: {tail.num_damaged} damaged line(s) left out")
-    return Run(
+    return RunRecord(
         folder,
         folder.absolute().name,
         tail,

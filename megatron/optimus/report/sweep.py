@@ -87,7 +87,7 @@ def read_row(folder: Path, values: Mapping[str, str]) -> SweepRow:
 
 
 def score(row: SweepRow) -> float:
-    """What rows are compared by: the validation loss where there is one, else the loss; inf for a run that failed."""
+    """The number to rank runs by: the validation loss if there is one, else the loss; inf for a run that failed."""
     value = row.loss if row.valid_loss is None else row.valid_loss
     return math.inf if value is None or row.state != "done" else value
 

@@ -70,7 +70,7 @@ def watch(folder: Path, log: Path | None, interval: float, *, once: bool) -> Non
 
 
 class View:
-    """What is known of a run, and its picture."""
+    """The state of a run as its files show it, and the picture drawn of it."""
 
     def __init__(self, folder: Path, log: Path | None = None, clock: Callable[[], float] = time.time) -> None:
         """Raises ConfigError where ``folder`` is not the folder of a run."""
@@ -85,7 +85,7 @@ class View:
         self.said: list[str] = []  # telling lines of the log
 
     def update(self) -> None:
-        """Reads what has changed."""
+        """Reads the files of the run that have changed since the last call."""
         self.trouble = []
         try:
             self.metrics.poll()
@@ -168,7 +168,7 @@ class View:
         return float((tokens[-1] / share - tokens[-1]) / pace) if pace > 0 else None
 
     def state(self) -> tuple[str, str]:
-        """What the run does, and the style of the words."""
+        """Returns whether the run goes on, in words, and their style for the terminal."""
         share, _ = self.done()
         if share == 1:
             return "finished", "bold green"

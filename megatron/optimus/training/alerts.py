@@ -1,4 +1,4 @@
-"""Alerts: what somebody should know of a run while it runs, in one place.
+"""Sends the alerts of a run: what somebody should look at while the run goes on.
 
 Health (health.py), the check of devices, the load of experts and the watch for stalls feed it. Rank 0 alone sends: a
 line of the log and of ``<run>/alerts.jsonl``, every tracker, and the command of ``alert_command``, which gets the alert
@@ -48,7 +48,7 @@ _COLLAPSED, _COLLAPSED_STEPS = 0.1, 20
 
 @dataclass(frozen=True)
 class Alert:
-    """Something about a run that somebody should look at."""
+    """One alert: its kind, the step and a line of text."""
 
     kind: str
     step: int  # steps done
@@ -62,10 +62,10 @@ class Alert:
 
 
 class Alerts:
-    """Sends alerts. On ranks other than 0, and without a folder, it does nothing."""
+    """Sends the alerts of a run from rank 0; does nothing on other ranks and without a folder."""
 
     def __init__(self, run_dir: str | None, command: str | None = None, stall_seconds: float = 0.0) -> None:
-        """Prepares to send.
+        """Makes the sender; its threads start with the first alert and the first step.
 
         Args:
             run_dir: folder of the run; None: nothing is sent.
@@ -84,7 +84,7 @@ class Alerts:
         self._collapsed: dict[int, int] = {}  # steps in a row, by layer
 
     def add_sink(self, sink: Callable[[Alert], None]) -> None:
-        """Has alerts sent there too. ``sink`` must not wait."""
+        """Adds a receiver of alerts, such as a tracker. ``sink`` is called in the training loop and must not wait."""
         self._sinks.append(sink)
 
     def send(self, kind: str, step: int, text: str, *, is_logged: bool = False) -> None:
@@ -147,7 +147,7 @@ class Alerts:
                 raise RuntimeError(f"alert_command ended with exit code {code}: {last}")
 
     def step_done(self, step: int, expert_load_LE: Sequence[Sequence[int]] = (), topk: int = 0) -> None:
-        """Takes note of a step: the run has not stalled, and its experts are looked at.
+        """Records a finished step: ends a stall, and alerts where a layer's router uses few of its experts.
 
         Args:
             step: steps done.

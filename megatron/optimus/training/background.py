@@ -1,4 +1,4 @@
-"""Work in a thread of its own, in order: what writes to services must never delay a run or end it."""
+"""A worker thread for what writes to services (trackers, alerts), which must never delay a run or end it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,15 @@ _MOST_WAITING = 10_000  # steps of a service that is out of reach; a step holds 
 
 
 class Background:
-    """A thread that does what it is given, one after the other. Errors are logged, the first of all."""
+    """A thread that runs the functions it is given in their order. It logs their first error and drops later ones."""
 
     def __init__(self, name: str, most_waiting: int = _MOST_WAITING) -> None:
-        """``name``: whose work it is, for messages. ``most_waiting``: what comes beyond that is left out."""
+        """Starts the thread.
+
+        Args:
+            name: of the service, for log lines.
+            most_waiting: functions that may wait; further ones are dropped, with one warning.
+        """
         self._name = name
         self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(most_waiting)
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
@@ -24,16 +29,20 @@ class Background:
         self._thread.start()
 
     def put(self, work: Callable[[], None]) -> None:
-        """Adds work, without waiting for it."""
+        """Queues a function, without waiting for it."""
         try:
             self._queue.put_nowait(work)
         except queue.Full:
             if not self._is_full:
-                logger.warning("%s does not keep up: what follows is left out there", self._name)
+                logger.warning(
+                    "%s does not keep up: more than %d items wait, further ones are dropped",
+                    self._name,
+                    self._queue.maxsize,
+                )
             self._is_full = True
 
     def close(self, seconds: float) -> bool:
-        """Waits until all work is done, for so long at most. Returns whether it is."""
+        """Waits at most ``seconds`` until every queued function has run. Returns whether all have."""
         try:
             self._queue.put(None, timeout=seconds)
             self._thread.join(seconds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import logging
 import math
@@ -9,6 +10,7 @@ import platform
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,7 @@ from megatron.optimus.convert.optimus import GENERATION_FIELD, TOKEN_IDS_FIELD
 from megatron.optimus.data.fingerprint import LINES_FIELD
 from megatron.optimus.data.loader import position_after_change
 from megatron.optimus.models.decoder import Decoder
-from megatron.optimus.platform import environment
+from megatron.optimus.platform import environment, memory_slots
 from megatron.optimus.platform.device import device_name
 from megatron.optimus.platform.files import delete_tree
 from megatron.optimus.platform.memory import needs_memory
@@ -39,7 +41,7 @@ from megatron.optimus.platform.ranks import Ranks
 from megatron.optimus.platform.seeding import rng_state, set_rng_state
 from megatron.optimus.training.alerts import NO_ALERTS, SAVE_FAILED, UPLOAD_FAILED
 from megatron.optimus.training.data_position import START_FIELD, STEPS_FIELD, check_position, position_start
-from megatron.optimus.training.engine import Engine, training_state
+from megatron.optimus.training.engine import Engine, draw_initial_weights, training_state
 from megatron.optimus.training.last_checkpoint import LastCheckpoint
 from megatron.optimus.training.lr_schedule import batch_factor_after
 from megatron.optimus.version import __version__
@@ -56,8 +58,10 @@ class Checkpoints:
 
     alerts = NO_ALERTS
 
-    def __init__(self, run: RunContext, model: Decoder, engine: Engine) -> None:
+    def __init__(self, run: RunContext, model: Decoder, engine: Engine, *, is_drawn: bool = True) -> None:
+        """``is_drawn``: the model has its initial weights. Else ``resume`` draws them where they are needed."""
         config, mesh = run.config, run.mesh
+        self._draw = None if is_drawn else partial(draw_initial_weights, run, model, engine)
         self._config, self._mesh, self._device, self._ranks = config, mesh, run.device, run.ranks
         self._model, self._state = model, training_state(engine)
         self._root = folder_of_checkpoints(config)
@@ -85,6 +89,9 @@ class Checkpoints:
             lambda: Mirror(url) if url is not None and mesh.rank == 0 else None, f"opening {url}", CheckpointError
         )
         self._last_step = -1  # the step whose save ends the run
+        self._tokenizer_data = self._ranks.run_on_all_ranks(
+            lambda: self._read_tokenizer() if mesh.rank == 0 else {}, "reading the tokenizer", CheckpointError
+        )
         self._saver = Saver(
             self._root,
             ranks=run.ranks,
@@ -93,9 +100,7 @@ class Checkpoints:
             check_lock=self._lock.check if self._lock is not None else lambda: None,
             retry_seconds=60 * config.checkpoint.max_unsaved_minutes,
             on_failure=lambda step, text: self.alerts.send(SAVE_FAILED, step, text),
-            tokenizer=self._ranks.run_on_all_ranks(
-                lambda: self._read_tokenizer() if mesh.rank == 0 else {}, "reading the tokenizer", CheckpointError
-            ),
+            tokenizer=self._tokenizer_data,
         )
 
         self._rng: list[TensorSlice] = []  # states of the random generators that were asked for
@@ -134,7 +139,7 @@ class Checkpoints:
             slices, _ = self._slices(kind)
             self._saver.prepare(slices, self._header(kind, 0, 0))
         if self._memory is not None:
-            self._memory.prepare(self._memory_slices())
+            self._memory.prepare(self._memory_slices(), self._slices("full")[0])
 
     def before_update(self) -> None:
         """Makes the update wait for a copy of the state in flight. Call before the optimizer's step. Local."""
@@ -305,6 +310,8 @@ class Checkpoints:
     def _resume(self) -> tuple[int, int]:
         options = self._config.checkpoint
         found = self._load_own()
+        if found is None and self._draw is not None:
+            self._draw()
         has_moments, position_counts = True, True
         if found is None and options.load is not None:
             path = self._resolve(Path(options.load))
@@ -442,11 +449,22 @@ class Checkpoints:
             return None
         committed = commit.list_committed(self._root) if self._mesh.rank == 0 else []
         [newest] = self._ranks.broadcast([committed[-1].step if committed else 0])
-        manifest = self._memory.restore(self._memory_slices(), newest)
+        manifest = self._memory.restore(self._memory_slices(), newest, self._write_out)
         if manifest is not None:
             with self._ranks.failing_alike():
                 self._check_fits(manifest)
         return manifest
+
+    def _write_out(self, slices: list[TensorSlice], header: Manifest) -> None:
+        """Saves a state that ranks of another layout left in host memory; all ranks then load it from disk."""
+        saver = Saver(
+            self._root,
+            ranks=self._ranks,
+            asynchronous=False,
+            check_lock=self._lock.check if self._lock is not None else lambda: None,
+            tokenizer=self._tokenizer_data,
+        )
+        self._note(saver.start(slices, header, retain=self._config.checkpoint.save_retain))
 
     def _set_aside(self) -> None:
         folder = commit.set_aside(self._root)
@@ -549,6 +567,20 @@ def fetch_from_mirror(config: RunConfig, ranks: Ranks) -> None:
         if not ranks.broadcast([len(commit.list_committed(folder))])[0]:
             with ranks.failing_alike():
                 raise CheckpointError(f"load={url}: has no whole checkpoint; name the URL that was a checkpoint_mirror")
+
+
+def has_own_checkpoint(run: RunContext) -> bool:
+    """Whether this run will probably resume from a full checkpoint of its own, on disk or in host memory. Collective.
+
+    Then its weights need not be drawn. DeepSpeed's ZeRO-3 has no way to draw them later, so the answer is False.
+    """
+    options = run.config.checkpoint
+    is_there = False
+    with contextlib.suppress(OSError):  # the load tells of it
+        is_there = run.mesh.rank == 0 and bool(commit.list_committed(folder_of_checkpoints(run.config)))
+    if options.memory_checkpoint_interval != 0:
+        is_there = is_there or memory_slots.newest_step(environment.memory_folder()) >= 0
+    return run.ranks.start_all_reduce_min(-int(is_there))() < 0 and run.config.optimizer.zero_stage < 3
 
 
 def folder_of_checkpoints(config: RunConfig) -> Path:

@@ -1,4 +1,4 @@
-"""Faults inside a rank, on request of ``optimus drill``: a value that is not finite, a flipped bit, a slow rank.
+"""Faults inside a rank, on request of ``optimus drill``: wrong values, a slow rank, a bad disk, lost links, a clock.
 
 ``optimus drill`` starts the run with OPTIMUS_DRILL_FOLDER. A rank that finds the file ``rank-<its number>`` there
 when a step begins removes it and does what its words say:
@@ -6,19 +6,28 @@ when a step begins removes it and does what its words say:
     nan                  the output of the first layer with weights is NaN until the process ends
     flip ELEMENT BIT     flips one bit of a master weight
     slow SECONDS STEPS   sleeps in every step
+    disk ERRNO           writing to a checkpoint raises OSError of this number; 0: not any more
+    cut                  shuts down all TCP connections, to other ranks and to the rendezvous
+    clock SECONDS        the time of day jumps by so much, until the process ends
 
 Without the variable nothing is read.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import socket
 import time
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
-from megatron.optimus.platform import environment
+from megatron.optimus.platform import environment, files
 from megatron.optimus.training.engine import Engine
+
+_WRITE_AT = files.write_at
 
 
 class DrillFaults:
@@ -45,11 +54,35 @@ class DrillFaults:
                     bucket.shard.master for flat in self._engine.optimizer.flat_buffers for bucket in flat.buckets
                 )
                 flip_bit(next(one for one in masters if one.numel()), int(values[0]), int(values[1]))
+            elif kind == "disk":
+                files.write_at = _failing_write(int(values[0])) if int(values[0]) else _WRITE_AT
+            elif kind == "cut":
+                cut_connections()
+            elif kind == "clock":
+                now, jump = time.time, float(values[0])
+                time.time = lambda: now() + jump
             else:
                 self._pause_seconds, self._slow_steps = float(values[0]), int(values[1])
         if self._slow_steps:
             self._slow_steps -= 1
             time.sleep(self._pause_seconds)
+
+
+def _failing_write(number: int) -> Callable[..., None]:
+    def fail(*args: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+def cut_connections() -> None:
+    """Shuts down every TCP connection of this process; both ends see that it is lost."""
+    for entry in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{entry}").startswith("socket:"):
+                with socket.socket(fileno=os.dup(int(entry))) as one:
+                    if one.family in (socket.AF_INET, socket.AF_INET6):
+                        one.shutdown(socket.SHUT_RDWR)
 
 
 def flip_bit(tensor: Tensor, element: int, bit: int) -> None:

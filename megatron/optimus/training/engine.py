@@ -26,7 +26,7 @@ from megatron.optimus.config.parametrization import UNSCALED, UpdateScaling, upd
 from megatron.optimus.config.schema import ConfigError, Float8, OptimizerConfig, OptimizerName, Precision, RunConfig
 from megatron.optimus.context import RunContext
 from megatron.optimus.models.decoder import Decoder
-from megatron.optimus.models.initialize import initialize_weights
+from megatron.optimus.models.initialize import draw_weights, initialize_weights, materialize
 from megatron.optimus.models.parameters import count_parameters
 from megatron.optimus.models.partition import whole_shape
 from megatron.optimus.moe.dispatch.ownership import read_placements
@@ -164,8 +164,11 @@ def _parsed(text: str) -> Any:
 
 
 @needs_memory("building the model")
-def build_model(run: RunContext) -> Decoder:
-    """Builds this rank's share of the model with its initial weights, on the device. Collective."""
+def build_model(run: RunContext, *, draws: bool = True) -> Decoder:
+    """Builds this rank's share of the model with its initial weights, on the device. Collective.
+
+    Without ``draws`` the weights have no values until a checkpoint is loaded, or ``draw_initial_weights`` is called.
+    """
     config, mesh = run.config, run.mesh
     with torch.device("meta"):
         model = Decoder(config.model)
@@ -176,13 +179,24 @@ def build_model(run: RunContext) -> Decoder:
     converters = load_converters(_converters(run))
     parallelize(model, mesh, parallel, config.training.seq_length, placements, converters)
     total, own = count_parameters(config.model).total, sum(weight.numel() for weight in model.parameters())
-    doing = f"drawing initial weights of {total / 1e6:,.0f} M parameters, {own / 1e6:,.0f} M of them on this rank"
+    what = "drawing initial weights" if draws else "allocating the weights"
+    doing = f"{what} of {total / 1e6:,.0f} M parameters, {own / 1e6:,.0f} M of them on this rank"
     with run.startup.phase("weights", doing), ThreadPoolExecutor(1) as pool:
         imported = pool.submit(import_ahead)  # beside the threads that draw
-        initialize_weights(model, seed=config.training.seed, device=run.device, dtype=run.dtype)
+        if draws:
+            initialize_weights(model, seed=config.training.seed, device=run.device, dtype=run.dtype)
+        else:
+            materialize(model, run.device, run.dtype)
         imported.result()
     register_gradient_sums(model, mesh)
     return model
+
+
+def draw_initial_weights(run: RunContext, model: Decoder, engine: Engine) -> None:
+    """Draws the weights of a model built without, and sets the optimizer's states as if it had been built with."""
+    with run.startup.phase("weights", "drawing initial weights"):
+        draw_weights(model, run.config.training.seed)
+        engine.optimizer.restart_from_params()
 
 
 def _converters(run: RunContext) -> list[str]:

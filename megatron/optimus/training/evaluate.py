@@ -26,7 +26,7 @@ from megatron.optimus.layers import NO_LABEL
 from megatron.optimus.platform import device as devices
 from megatron.optimus.platform.files import write_atomically
 from megatron.optimus.platform.memory import needs_memory
-from megatron.optimus.training.checkpointing import Checkpoints
+from megatron.optimus.training.checkpointing import Checkpoints, has_own_checkpoint
 from megatron.optimus.training.data import build_evaluation_data, num_labels
 from megatron.optimus.training.engine import build_engine, build_model, training_state
 from megatron.optimus.training.health import TrainingError
@@ -87,11 +87,6 @@ def loss_over(run: RunContext, loader: BatchLoader, schedule: Schedule, bytes_V:
     return set_loss(run, schedule, map(read, range(loader.num_batches)), bytes_V)
 
 
-def validation_loss(run: RunContext, schedule: Schedule, batches: Iterable[Sequence[Batch]]) -> float:
-    """Mean cross-entropy in nats per label over global batches, each given as this rank's micro-batches. Collective."""
-    return set_loss(run, schedule, batches).loss
-
-
 @needs_memory("an evaluation")
 def set_loss(
     run: RunContext, schedule: Schedule, batches: Iterable[Sequence[Batch]], bytes_V: Tensor | None = None
@@ -123,10 +118,11 @@ def evaluate(run: RunContext) -> None:
     there is no checkpoint, DataError without data, on every rank.
     """
     loaders = build_evaluation_data(run)
-    model = build_model(run)
+    is_drawn = not has_own_checkpoint(run)
+    model = build_model(run, draws=is_drawn)
     engine = build_engine(run, model)
     schedule = build_schedule(run, engine)
-    checkpoints = Checkpoints(run, model, engine)
+    checkpoints = Checkpoints(run, model, engine, is_drawn=is_drawn)
     step, _ = checkpoints.resume()
     if checkpoints.found_none:
         raise CheckpointError("skip_train=True, but there is no checkpoint to evaluate; name one in load, or a run_dir")

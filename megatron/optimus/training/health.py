@@ -126,7 +126,7 @@ class Outlier(NamedTuple):
 
 
 class Outliers:
-    """Tells values that are far above the last ones of their kind.
+    """Finds values that are far above the recent values of the same metric.
 
     The usual value is the median of the last _RECENT, and the spread is estimated from the differences of neighbours: a
     loss that falls steadily or a norm during warm-up has small ones, though its values differ much.
@@ -141,7 +141,7 @@ class Outliers:
         self._recent: deque[float] = deque(maxlen=_RECENT)
 
     def check(self, value: float) -> Outlier | None:
-        """Adds a value. Returns it with what is usual where it is far above, else None."""
+        """Adds a value. Returns it with the usual value and spread if it is an outlier, else None."""
         if not math.isfinite(value) or (self._is_factor and value <= 0):
             return None
         scaled = math.log(value) if self._is_factor else value
@@ -201,6 +201,11 @@ class Health:
         recent = kept.get("recent_values")
         for name, outliers in self._outliers.items():
             outliers.restore(recent.get(name) if isinstance(recent, dict) else None)
+
+    @property
+    def is_not_finite(self) -> bool:
+        """Whether the update of the step last observed was left out because its gradients were not finite."""
+        return bool(self._skipped) and not math.isfinite(self._skipped[-1])
 
     def largest_norm(self, step: int) -> float:
         """Gradient norm beyond which the update of ``step`` (from 1) is skipped."""

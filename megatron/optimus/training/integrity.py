@@ -13,7 +13,6 @@ launcher starts it again from a checkpoint that is older than what was found, an
 from __future__ import annotations
 
 import json
-import logging
 import socket
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,11 +35,9 @@ from megatron.optimus.training.pipeline_schedule import Schedule
 METRIC = "integrity_errors"  # checksums that differ, over all ranks; only steps that compare have it
 _MOST_NAMED = 4
 
-logger = logging.getLogger("optimus")
-
 
 class _Comparison(NamedTuple):
-    """What one step compared, on the device."""
+    """The comparisons of one step, whose results are still on the device."""
 
     step: int
     changed: Tensor | None  # bool, of this rank's states
@@ -91,7 +88,7 @@ class Integrity:
             self._states.record()
 
     def forget(self) -> None:
-        """Call when states have changed by other means than an update."""
+        """Drops the checksums of states. Call when states have changed by other means than an update."""
         if self._states is not None:
             self._states.forget()
 
@@ -138,10 +135,10 @@ class Integrity:
         good = step - 1 if is_unsteady else self._verified_step
         raise IntegrityError(f"silent data corruption in step {step}: {text}", good)
 
-    def _exchange(self, both: Sequence[Batch], source: int) -> list[Gradients]:
+    def _exchange(self, both: Sequence[Batch], source: int) -> list[GradientChecksums]:
         sums = [self._gradient(batch).tolist() for batch in both]
         own = json.dumps([socket.gethostname(), self._run.mesh.ranks("dp")[source], *sums])
-        return [Gradients(*json.loads(part)) for part in self._run.ranks.all_gather_bytes(own.encode())]
+        return [GradientChecksums(*json.loads(part)) for part in self._run.ranks.all_gather_bytes(own.encode())]
 
     def _gradient(self, batch: Batch) -> Tensor:
         """Checksums of the loss and of this rank's gradients of one micro-batch: int64 [N, 2]."""
@@ -162,7 +159,7 @@ class Integrity:
                 router.step_counts_E.copy_(count)
 
 
-class Gradients(NamedTuple):
+class GradientChecksums(NamedTuple):
     """Checksums of two gradients that a rank has computed."""
 
     host: str
@@ -183,13 +180,13 @@ def gradient_source(layout: Layout, index: int, turn: int) -> int:
     return (index + distance * block) % layout.dp
 
 
-def differing(gradients: Sequence[Gradients]) -> list[tuple[int, int]]:
+def differing(gradients: Sequence[GradientChecksums]) -> list[tuple[int, int]]:
     """Pairs of ranks whose gradients of the same micro-batch differ: the one that has it, and the other."""
     return [(one.source, rank) for rank, one in enumerate(gradients) if one.other != gradients[one.source].own]
 
 
 def describe_gradients(
-    first: Sequence[Gradients], again: Sequence[Gradients], bad: Sequence[tuple[int, int]]
+    first: Sequence[GradientChecksums], again: Sequence[GradientChecksums], bad: Sequence[tuple[int, int]]
 ) -> tuple[str, bool]:
     """Says which ranks to suspect, and whether they computed something else the second time."""
     pairs = ", ".join(f"{a} and {b}" for a, b in bad[:_MOST_NAMED])
@@ -205,7 +202,7 @@ def describe_gradients(
     return f"{text}; one of them is wrong, and a further copy would be needed to say which", False
 
 
-def _named(ranks: Sequence[int], gradients: Sequence[Gradients]) -> str:
+def _named(ranks: Sequence[int], gradients: Sequence[GradientChecksums]) -> str:
     rank = ranks[0]
     more = f" (and on ranks {', '.join(map(str, ranks[1 : _MOST_NAMED + 1]))})" if len(ranks) > 1 else ""
     return f"first on rank {rank} of node {gradients[rank].host}{more}"
@@ -233,7 +230,7 @@ def suspects_of(ranks: Sequence[int], names: Sequence[str], sums: Tensor) -> tup
 
 
 def describe(everyone: Sequence[tuple[str, list[str], list[tuple[str, list[int], bool]]]]) -> str:
-    """Says what was found.
+    """Describes what was found, for the error.
 
     Args:
         everyone: of each rank its host, the states that changed there, and what ``suspects_of`` found.

@@ -31,7 +31,10 @@ logger = logging.getLogger("optimus")
 
 
 def _as_started_again(config: RunConfig) -> RunConfig:
-    """Returns the configuration without what is meant for one start alone: nobody should mean it again unawares."""
+    """Returns the configuration that a run's config.yaml gets, from which the run can be started again.
+
+    ``--from-scratch`` and ``--allow-changed-data`` are left out: they are meant for a single start.
+    """
     return dataclasses.replace(
         config,
         checkpoint=dataclasses.replace(config.checkpoint, from_scratch=False),

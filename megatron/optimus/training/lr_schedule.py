@@ -67,7 +67,7 @@ def batch_factor_after(factor: float, before: int, now: int, rule: LRBatchRule) 
 
 
 def _left(progress: float, config: OptimizerConfig) -> float:
-    """The share of ``lr`` - ``min_lr`` that is left: 1 at progress 0, and 0 at progress 1 except for CONSTANT."""
+    """Share of ``lr`` - ``min_lr`` that is left: 1 at progress 0, and 0 at progress 1 except for CONSTANT."""
     style: LRDecayStyle | WSDDecayStyle = config.lr_decay_style
     if style is LRDecayStyle.CONSTANT:
         return 1.0

@@ -25,14 +25,14 @@ _MOST_NAMED = 4
 
 
 class _Check(NamedTuple):
-    """A place where values that are not finite may begin."""
+    """A module output, or the loss, that a step checks for values that are not finite."""
 
     where: str
     micro_batch: int
     begins: Tensor  # bool, on the device: they begin here
 
 
-class Source(NamedTuple):
+class NonFiniteOrigin(NamedTuple):
     """Where values that are not finite began, over all ranks."""
 
     text: str  # a sentence without its full stop; "" where that is not known
@@ -58,7 +58,11 @@ class NonFiniteSource:
         self._steps: list[tuple[str, str]] = []
 
     def watch(self, *, is_skipped: bool) -> None:
-        """Looks at the steps from the next on, or no more: call when a step's result is known."""
+        """Starts the checks after a skipped step and ends them after another; call when a step's result is known.
+
+        Args:
+            is_skipped: whether the update was left out because gradients were not finite.
+        """
         if is_skipped and not self._hooks:
             for name, module in self._model.named_modules():
                 if not any(True for _ in module.children()):
@@ -70,7 +74,7 @@ class NonFiniteSource:
             self._calls.clear()
 
     def end_step(self, position: int, losses: Sequence[Tensor]) -> None:
-        """Ends the forward and backward passes of a step. Waits for the device where it is being looked at.
+        """Notes the first layer of this step with a value that is not finite; waits for the device if checks are on.
 
         Args:
             position: samples consumed before the step.
@@ -86,8 +90,8 @@ class NonFiniteSource:
         samples = "" if first is None else self._samples_of(position, first.micro_batch)
         self._steps.append(("", "") if first is None else (first.where, samples))
 
-    def describe(self) -> Source:
-        """Says where they began. Collective."""
+    def describe(self) -> NonFiniteOrigin:
+        """Compares what all ranks found and says where the values began. Collective."""
         own = json.dumps([socket.gethostname(), [step for step in self._steps if step[0]], len(self._steps)])
         found = [json.loads(part) for part in self._ranks.all_gather_bytes(own.encode())]
         sources = {rank: (host, steps) for rank, (host, steps, _) in enumerate(found) if steps}
@@ -95,12 +99,12 @@ class NonFiniteSource:
         by_layer = {rank: each for rank, each in sources.items() if any(where != "the loss" for where, _ in each[1])}
         sources = by_layer or sources
         if not sources:
-            return Source("", is_device=False)
+            return NonFiniteOrigin("", is_device=False)
         looked_at = max(number for _, _, number in found)
         if len(sources) == len(found) > 1:
             where = Counter(step[0] for _, steps in sources.values() for step in steps).most_common(1)[0][0]
             samples = next(iter(sources.values()))[1][0][1]
-            return Source(
+            return NonFiniteOrigin(
                 f"They begin on all {len(found)} ranks alike (mostly in {where}; on rank {next(iter(sources))} in "
                 f"{samples}), so no single device is bad",
                 is_device=False,
@@ -110,10 +114,10 @@ class NonFiniteSource:
             named = "; ".join(
                 f"rank {rank}: {steps[0][0]}, in {steps[0][1]}" for rank, (_, steps) in [*sources.items()][:_MOST_NAMED]
             )
-            return Source(f"They begin in changing places ({named})", is_device=False)
+            return NonFiniteOrigin(f"They begin in changing places ({named})", is_device=False)
         rank, (host, steps) = next(iter(always.items()))
         more = f" (and on ranks {', '.join(map(str, [*always][1 : _MOST_NAMED + 1]))})" if len(always) > 1 else ""
-        return Source(
+        return NonFiniteOrigin(
             f"They came first on rank {rank} of node {host}{more}, in {steps[0][0]}, in each of {looked_at} steps "
             f"looked at (at first in {steps[0][1]}): suspect that device before the rate and the data, and leave it "
             "out",

@@ -116,7 +116,7 @@ class QKClip:
         cp = self.run.mesh.group("cp")
         if cp is not None:  # keys of all ranks, [K, B, G, d] one rank after the other
             k_BGSd = all_gather_without_grad(k_BGSd.permute(2, 0, 1, 3).contiguous(), cp).permute(1, 2, 0, 3)
-        numbers = [None, None]
+        numbers: list[Tensor | None] = [None, None]
         if documents is not None:
             rows = torch.arange(len(q_BHSd), device=q_BHSd.device)[:, None] * self.run.config.training.seq_length
             ends_N = documents.cu_seqlens_N1[1:]

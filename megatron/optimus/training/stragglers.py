@@ -43,7 +43,7 @@ class OwnWork:
 
 
 class StepSampler:
-    """Looks where this rank's training thread is, from construction until ``stop``. For that thread to construct."""
+    """Samples what the thread that constructs it (the training thread) is doing, until ``stop``."""
 
     def __init__(self) -> None:
         self._thread_id, self._began = threading.get_ident(), time.monotonic()
@@ -54,12 +54,12 @@ class StepSampler:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread."""
+        """Ends the sampling thread."""
         self._stop.set()
         self._thread.join()
 
     def report(self, ranks: Ranks, steps: int) -> list[OwnWork]:
-        """Ends the thread; logs and returns the stragglers of the ``steps`` since construction. Collective."""
+        """Ends the sampling; logs and returns the stragglers of the ``steps`` since construction. Collective."""
         seconds = (time.monotonic() - self._began) / steps
         self.stop()
         share = self._places.total() / self._samples if self._samples >= _FEWEST_SAMPLES else -1.0

@@ -58,17 +58,21 @@ class StepClock:
         self.restart()
 
     def restart(self) -> None:
-        """Begins a step."""
+        """Starts the time of a step."""
         self._step = StepTime(devices.DeviceEvent(self._device))
 
     def pause(self, *, recurs: bool = True) -> AbstractContextManager[None]:
-        """Work inside counts as a pause between steps, not as part of a step. A pause begins when the device has done
-        what was queued before, and ends when it has done this work too. ``recurs``: False leaves it out of the pauses
-        that a step reports, from which the time left is estimated."""
+        """Counts the time inside as a pause between steps, not as part of a step.
+
+        A pause begins when the device has done what was queued before, and ends when it has done the work inside too.
+
+        Args:
+            recurs: False leaves it out of the pauses that a step reports, from which the time left is estimated.
+        """
         return self._span(self._step.pauses if recurs else self._step.one_off_pauses)
 
     def data(self) -> AbstractContextManager[None]:
-        """Time inside, in which the host waits for data, counts as waiting for data where the device has run dry."""
+        """Counts the time inside as waiting for data, as far as the device has no work left."""
         return self._span(self._step.data)
 
     @contextmanager

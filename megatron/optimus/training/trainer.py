@@ -41,7 +41,7 @@ from megatron.optimus.platform.memory import needs_memory
 from megatron.optimus.platform.metrics import PendingTotals, Recorder
 from megatron.optimus.platform.signals import StopRequest
 from megatron.optimus.training.alerts import NO_ALERTS, ROLLBACK, SLOW_RANK, alerts_of
-from megatron.optimus.training.checkpointing import Checkpoints
+from megatron.optimus.training.checkpointing import Checkpoints, has_own_checkpoint
 from megatron.optimus.training.curvature import estimate_curvature, is_due
 from megatron.optimus.training.data import build_data, check_unchanged, labels_per_micro_batch, num_labels
 from megatron.optimus.training.drill import DrillFaults
@@ -211,6 +211,7 @@ class Trainer:
     tasks: Tasks | None = None
     alerts = NO_ALERTS
     bytes_V: Tensor | None = None  # of text of each token, for bits per byte
+    qk_clip: QKClip | None = None
 
     def __init__(self, run: RunContext, tasks: Tasks | None = None) -> None:
         config = run.config
@@ -219,13 +220,14 @@ class Trainer:
         with startup.phase("data", "opening the token files"):
             self.data = build_data(run)
         with startup.phase("model", "building the model"):
-            self.model = build_model(run)
+            is_drawn = not has_own_checkpoint(run)
+            self.model = build_model(run, draws=is_drawn)
         with startup.phase("optimizer", "building the optimizer and its states"):
             self.engine = build_engine(run, self.model)
             self.schedule = build_schedule(run, self.engine)
             self.qk_clip = QKClip(run, self.model, self.engine) if config.optimizer.qk_clip_threshold else None
         with startup.phase("checkpoint", "looking for a checkpoint and loading it"):
-            self.checkpoints = Checkpoints(run, self.model, self.engine)
+            self.checkpoints = Checkpoints(run, self.model, self.engine, is_drawn=is_drawn)
             # Optimizer steps done, and the position in the order of samples, which is the whole state of the data.
             self.step, self.consumed_samples = self.checkpoints.resume()
         comparing = startup.phase("data", "comparing the token files with those of the checkpoint")
@@ -537,6 +539,10 @@ class Trainer:
     def _save(self, *, is_exiting: bool) -> None:
         """Saves what is due after this step; everything, and waits for it, where the run ``is_exiting``."""
         is_due = self.checkpoints.is_due(self.step)
+        if is_due and self.health.is_not_finite and not is_exiting:
+            # A restart after NumericError would go on from here, and never do the updates that were left out.
+            logger.info("step %d is not saved: its gradients are not finite", self.step)
+            return
         if is_due or is_exiting:
             is_saved = is_exiting or _is_due(self.step, self.config.checkpoint.save_interval)
             marks = self.health.marks(is_saved=is_saved)

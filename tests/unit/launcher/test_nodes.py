@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron.optimus.launcher.nodes import FILE_NAME, NodePool, lost_hosts, silent_hosts
+from megatron.optimus.platform import files
 
 HOSTS = [f"x{number}.a.b" for number in range(8)]
 
@@ -81,3 +82,63 @@ def test_a_damaged_list_of_bad_nodes_is_left_out(tmp_path: Path, caplog: pytest.
     (tmp_path / FILE_NAME).write_text("[1")
     assert NodePool(HOSTS, 8, 1, tmp_path / FILE_NAME).hosts == HOSTS
     assert "cannot be read" in caplog.text
+
+
+def test_with_fewer_nodes_than_asked_for_until_some_come_back(tmp_path: Path) -> None:
+    """An attempt may use 2, 4 or 8 nodes; of those left out none is beside another that is gone."""
+    record, listed = tmp_path / FILE_NAME, list(HOSTS)
+
+    def fit(available: int) -> int:
+        return max((size for size in (2, 4, 8) if size <= available), default=0)
+
+    nodes = NodePool(HOSTS, 8, 1, record, fit=fit, listed=lambda: listed)
+    assert not nodes.can_grow()
+    found = nodes.after_failure(["x2: shepherd died from signal 9"], ())
+    assert found == "lost nodes: x2.a.b (named as lost); it goes on with 4 of 8 nodes"
+    assert nodes.hosts == ["x1.a.b", "x3.a.b", "x5.a.b", "x7.a.b"]
+    assert nodes.spares == ["x4.a.b", "x6.a.b", "x0.a.b"] and not nodes.can_grow()
+    nodes.after_failure(["x1: shepherd died from signal 9"], ())  # a spare takes its place
+    assert nodes.hosts == ["x4.a.b", "x3.a.b", "x5.a.b", "x7.a.b"] and not nodes.can_grow()
+
+    record.write_text(record.read_text().replace('"x1"', '"x9"'))  # x1 is repaired; seven of eight are not enough
+    assert not nodes.can_grow()
+    listed.append("x8.a.b")  # the job gets one more
+    assert nodes.can_grow()
+    nodes.grow()
+    assert len(nodes.hosts) == 8 and {"x1.a.b", "x8.a.b"} <= set(nodes.hosts) and "x2.a.b" not in nodes.hosts
+    assert not nodes.can_grow() and not nodes.is_smaller
+
+    later = NodePool(HOSTS, 8, 1, record, fit=fit)  # another job: x2 is still bad, and the run begins smaller
+    assert len(later.hosts) == 4 and "x2.a.b" not in [*later.hosts, *later.spares]
+    for host in HOSTS[3:] + HOSTS[:1]:
+        nodes.after_failure([f"{host}: shepherd died from signal 9"], ())
+    assert nodes.problem == "" and sorted(nodes.hosts) == ["x1.a.b", "x8.a.b"]
+    nodes.after_failure(["x1: shepherd died from signal 9"], ())
+    assert nodes.problem == "1 good node left, too few for --min-nodes"
+
+
+def test_a_list_of_bad_nodes_that_cannot_be_written_lets_none_come_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*words: object, **named: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    record = tmp_path / FILE_NAME
+    record.write_text("{}")
+    nodes = NodePool(HOSTS[:4], 4, 1, record, fit=lambda count: count if count > 1 else 0)
+    monkeypatch.setattr(files, "write_atomically", full)
+    nodes.after_failure(["x2: shepherd died from signal 9"], ())
+    assert nodes.hosts == ["x0.a.b", "x1.a.b", "x3.a.b"] and not nodes.can_grow()
+
+
+def test_nodes_under_suspicion_are_used_before_the_run_stays_smaller(tmp_path: Path) -> None:
+    nodes = NodePool(HOSTS[:4], 4, 1, tmp_path / FILE_NAME, fit=lambda count: 4 if count >= 4 else 2 * (count >= 2))
+    nodes.after_failure(["x3: shepherd died from signal 9"], ())
+    assert len(nodes.hosts) == 2 and len(nodes.spares) == 1
+    for _ in range(2):
+        nodes.after_failure([], ())  # nobody is named: one is exchanged
+    assert len(nodes.hosts) == 2 and nodes.spares == [] and not nodes.can_grow()
+    (tmp_path / FILE_NAME).unlink()
+    assert nodes.can_grow()
+    nodes.grow()
+    assert sorted(nodes.hosts) == HOSTS[:4] and nodes.spares == []

@@ -185,3 +185,43 @@ def test_the_command_does_not_outlive_the_launcher(tmp_path: Path) -> None:
     while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not Path(f"/proc/{pid}").exists()
+
+
+GROWS = """
+import pathlib, signal, sys, time
+if sys.argv[2] == "passes it on":
+    signal.signal(signal.SIGTERM, lambda *_: (print("asked to stop: saving step 3", flush=True), sys.exit(143)))
+pathlib.Path(sys.argv[1]).write_text("{}")
+time.sleep(30)
+"""
+
+
+@pytest.mark.parametrize("starter", ["passes it on", "ends at once"])
+def test_ranks_are_asked_to_leave_where_more_nodes_can_be_used(
+    starter: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That is no failure: it does not count as a restart, and the launcher was not asked to stop."""
+    monkeypatch.setattr(supervisor, "_GROWTH_SECONDS", 0.05)
+    metrics, answers = tmp_path / "metrics.jsonl", iter([False, True])
+    nodes = NodePool(["x1", "x2"], 2, 1, fit=lambda count: count, listed=lambda: ["x1", "x2"])
+    nodes.after_failure(["x2: shepherd died from signal 9"], ())
+    nodes._bad = {}  # as after its repair
+    used: list[list[str]] = []
+
+    def attempt(hosts: Sequence[str]) -> AttemptResult:
+        used.append(list(hosts))
+        if len(hosts) == 2:
+            return ended(0)
+        command = [sys.executable, "-c", GROWS, str(metrics), starter]
+        return run_monitored(command, dict(os.environ), None, metrics, lambda: next(answers) and nodes.can_grow())
+
+    assert run_with_restarts(attempt, nodes, max_restarts=0) == 0
+    assert used == [["x1"], ["x1", "x2"]]
+
+
+def test_too_few_nodes_end_it_with_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    nodes = NodePool(["x1", "x2", "x3"], 3, 1, fit=lambda count: count if count > 2 else 0)
+    attempts = Attempts(*[ended(9, "x2: shepherd died from signal 9")] * 3)
+    assert run_with_restarts(attempts, nodes, max_restarts=5) == 9
+    assert len(attempts.nodes) == 1
+    assert "lost nodes: x2 (named as lost); 2 good nodes left, too few for --min-nodes: not started" in caplog.text

@@ -117,6 +117,11 @@ class Noting(BackwardReplay):
         self._share = share
         self.events: list[Event] = []
 
+    @property
+    def acquired(self) -> int:
+        """Buffers that buckets have, on their way or not."""
+        return self.made - self._free
+
     def backward(self, chunk: int) -> None:
         self._chunk_layers = list(reversed(self._share.chunks[chunk]))
         super().backward(chunk)

@@ -12,28 +12,30 @@ from megatron.optimus.planner.communication import collectives
 from tests.helpers import run_distributed
 from tests.unit.planner.cases import MIXED, MOE, SHARED, collectives_of_a_step, run
 
+# Half the micro-batches of the other tests: two in a rank's step at least.
+SHORT = "--global-batch-size 8 "
 SENT = {
     2: [
-        "",
-        "--tensor-model-parallel-size 2 --no-sequence-parallel",
-        "--tensor-model-parallel-size 2",
-        "--tensor-model-parallel-size 2 --tp-comm-overlap",
-        "--context-parallel-size 2",
-        "--context-parallel-size 2 --cp-comm-type p2p",
-        "--context-parallel-size 2 --cp-comm-type p2p --num-query-groups 2 --recompute-modules attention",
-        MOE + "--pipeline-model-parallel-size 2",
-        "--pipeline-model-parallel-size 2 --pipeline-schedule interleaved-1f1b "
+        SHORT,
+        SHORT + "--tensor-model-parallel-size 2 --no-sequence-parallel",
+        SHORT + "--tensor-model-parallel-size 2",
+        SHORT + "--tensor-model-parallel-size 2 --tp-comm-overlap",
+        SHORT + "--context-parallel-size 2",
+        SHORT + "--context-parallel-size 2 --cp-comm-type p2p",
+        SHORT + "--context-parallel-size 2 --cp-comm-type p2p --num-query-groups 2 --recompute-modules attention",
+        SHORT + MOE + "--pipeline-model-parallel-size 2",
+        SHORT + "--pipeline-model-parallel-size 2 --pipeline-schedule interleaved-1f1b "
         "--virtual-pipeline-model-parallel-size 2 --no-untie-embeddings-and-output-weights",
     ],
     4: [
         MOE + "--expert-model-parallel-size 2",
-        MIXED + "--pipeline-model-parallel-size 2 --expert-model-parallel-size 2",
-        MIXED + "--tensor-model-parallel-size 2 --expert-model-parallel-size 4",
+        SHORT + MIXED + "--pipeline-model-parallel-size 2 --expert-model-parallel-size 2",
+        SHORT + MIXED + "--tensor-model-parallel-size 2 --expert-model-parallel-size 4",
         MOE + "--expert-model-parallel-size 2 --zero-stage 2 --moe-router-load-balancing-type global_aux_loss",
-        MOE + "--tensor-model-parallel-size 2 --expert-model-parallel-size 4",
-        SHARED + "--tensor-model-parallel-size 2 --expert-model-parallel-size 4",
-        "--tensor-model-parallel-size 4 --tp-comm-overlap",
-        "--pipeline-model-parallel-size 2 --pipeline-schedule zbv --virtual-pipeline-model-parallel-size 2",
+        SHORT + MOE + "--tensor-model-parallel-size 2 --expert-model-parallel-size 4",
+        SHORT + SHARED + "--tensor-model-parallel-size 2 --expert-model-parallel-size 4",
+        SHORT + "--tensor-model-parallel-size 4 --tp-comm-overlap",
+        SHORT + "--pipeline-model-parallel-size 2 --pipeline-schedule zbv --virtual-pipeline-model-parallel-size 2",
     ],
 }
 

@@ -121,7 +121,7 @@ def _write(path: Path, values: npt.NDArray[Any]) -> None:
         os.fsync(stream.fileno())
 
 
-class _Run(NamedTuple):
+class _SortedRun(NamedTuple):
     """A run, and where the buckets begin in it."""
 
     base: str  # path without suffix
@@ -157,7 +157,7 @@ def merge_runs(
             hashes, starts = _map(f"{base}.hashes", np.uint64), _map(f"{base}.{text}.starts", np.int64)
             cuts = np.concatenate(([0], np.searchsorted(hashes, edges), [hashes.size])).astype(np.int64)
             sizes += np.diff(starts[cuts])
-            runs.append(_Run(base, cuts))
+            runs.append(_SortedRun(base, cuts))
         bucket_starts, first = _starts(sizes), 0
         while first < NUM_BUCKETS:  # as many buckets together as fit, one at least
             limit = bucket_starts[first] + BATCH_BYTES // writer.dtype.itemsize
@@ -175,7 +175,7 @@ def _map(path: str, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
     return np.memmap(path, dtype, mode="r") if os.path.getsize(path) else np.empty(0, dtype)
 
 
-def _merge_buckets(runs: Sequence[_Run], first: int, last: int, text: int, writer: IndexedDatasetWriter) -> None:
+def _merge_buckets(runs: Sequence[_SortedRun], first: int, last: int, text: int, writer: IndexedDatasetWriter) -> None:
     """Appends the documents of buckets [first, last)."""
     hashes, firsts, sizes, sources = [], [], [], []
     for number, (base, cuts) in enumerate(runs):

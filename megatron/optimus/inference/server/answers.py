@@ -1,4 +1,4 @@
-"""Writes what the scheduler tells as OpenAI's answers: whole, or as chunks of a stream."""
+"""Formats the scheduler's updates as OpenAI's responses: one whole response, or chunks of a stream."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class TokenTexts:
         self._texts: dict[int, str] = {}
 
     def text(self, token: int) -> str:
-        """Its text; ``bytes:\\xNN`` of a part of a character, ``token_id:N`` of a token without text."""
+        """Returns a token's text: ``bytes:\\xNN`` for a part of a character, ``token_id:N`` for one without text."""
         if token not in self._texts:
             # After another token, because some tokenizers write no space before the first.
             one, two = self._tokenizer.decode([token]), self._tokenizer.decode([token, token])
@@ -33,7 +33,7 @@ class TokenTexts:
         return self._texts[token]
 
     def bytes_of(self, token: int) -> list[int] | None:
-        """Its bytes in UTF-8; None where they are unknown."""
+        """Returns a token's bytes in UTF-8; None where they are unknown."""
         if (data := self._bytes.get(token)) is not None:
             return list(data)
         text = self.text(token)
@@ -48,13 +48,13 @@ class Usage:
     completion: int = 0
 
     def fields(self) -> dict[str, int]:
-        """As OpenAI names them."""
+        """Returns the counts under OpenAI's field names."""
         total = self.prompt + self.completion
         return {"prompt_tokens": self.prompt, "completion_tokens": self.completion, "total_tokens": total}
 
 
 class Answer:
-    """One answer, with its choices."""
+    """The response to one request, with its choices."""
 
     def __init__(self, body: CompletionBody | ChatBody, model: str, texts: TokenTexts, echoed: list[str]) -> None:
         """Begins an answer.
@@ -72,13 +72,13 @@ class Answer:
         self._head = {"id": f"{name}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
     def whole(self, updates: list[Update], usage: Usage) -> dict[str, Any]:
-        """The whole answer, from all that each choice got."""
+        """Returns the whole response, from the joined updates of each choice."""
         choices = [self._choice(index, update, is_chunk=False) for index, update in enumerate(updates)]
         kind = "chat.completion" if self._is_chat else "text_completion"
         return self._head | {"object": kind, "choices": choices, "usage": usage.fields()}
 
     def roles(self) -> list[dict[str, Any]]:
-        """The first chunk of each choice of a chat."""
+        """Returns the first chunk of each choice of a chat, which names the role; nothing for completions."""
         if not self._is_chat:
             return []
         delta = {"role": "assistant", "content": ""}
@@ -88,7 +88,7 @@ class Answer:
         ]
 
     def chunk(self, index: int, update: Update) -> dict[str, Any] | None:
-        """A chunk with what a step gave a choice; None if that is nothing to tell."""
+        """Returns the chunk of one choice for one step; None if it would be empty."""
         choice = self._choice(index, update, is_chunk=True)
         content = choice["delta"].get("content") if self._is_chat else choice["text"]
         if not (content or choice["logprobs"] or choice["finish_reason"] or choice.get("experts")):
@@ -96,7 +96,7 @@ class Answer:
         return self._chunk([choice])
 
     def usage_chunk(self, usage: Usage) -> dict[str, Any]:
-        """The last chunk, for clients that ask for it."""
+        """Returns the last chunk, with the counts of tokens, for clients that ask for it."""
         return self._chunk([]) | {"usage": usage.fields()}
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:

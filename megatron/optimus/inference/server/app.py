@@ -288,7 +288,7 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inl
 def _into(
     events: asyncio.Queue[tuple[int, Update]], index: int, loop: asyncio.AbstractEventLoop
 ) -> Callable[[Update], None]:
-    """Hands updates from the scheduler's thread to the loop of the endpoints."""
+    """Returns a function that puts updates of the scheduler's thread into a queue of the event loop."""
 
     def update(one: Update) -> None:
         if not loop.is_closed():
@@ -298,7 +298,7 @@ def _into(
 
 
 async def _unless_gone(request: Request, work: Awaitable[list[Update]]) -> list[Update]:
-    """The result of ``work``, which is cancelled when the client closes the connection."""
+    """Awaits ``work`` and returns its result; cancels it when the client closes the connection."""
     working = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(_gone(request))
     try:

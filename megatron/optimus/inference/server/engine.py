@@ -91,13 +91,13 @@ class Engine:
                 yield logits_CV
 
     def warm_up(self) -> None:
-        """Takes the cache's memory and prepares the kernels, so that no request waits for them or finds none left."""
+        """Computes one token: allocates the cache and prepares the kernels before the first request."""
         logits, _ = self.compute([Chunk([self.loaded.tokenizer.eod_id], 0, [0])], [range(1)])
         for _ in logits:
             pass
 
     def idle(self) -> None:
-        """Tells the other ranks that there is nothing to do, and that rank 0 is there."""
+        """Sends the other ranks an empty step, so that their wait for rank 0 does not time out."""
         self._announce([], [])
 
     def stop(self) -> None:
@@ -110,7 +110,7 @@ class Engine:
             self._ranks.broadcast_bytes(json.dumps(plan).encode())
 
     def follow(self) -> None:
-        """Computes what rank 0 does, until it stops. Called on the other ranks."""
+        """Computes the steps of rank 0 until it calls ``stop``. Called on the other ranks."""
         while True:
             chunks, wanted = json.loads(self._ranks.broadcast_bytes(b""))
             if chunks is None:
@@ -122,7 +122,7 @@ class Engine:
 
     @staticmethod
     def bytes_of_page(loaded: TextModel) -> int:
-        """Memory of a page on this rank."""
+        """Returns the bytes of one page of the cache on this rank."""
         config = loaded.config
         heads = max(1, config.num_kv_heads // loaded.mesh.size("tp"))
         element = loaded.model.embedding.weight.element_size()

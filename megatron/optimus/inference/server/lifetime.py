@@ -52,14 +52,14 @@ class Server(uvicorn.Server):
         self._deadline: float | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begins to drain; called by the signal's handler, which uvicorn sets."""
+        """Stops accepting requests; a second signal ends the process. uvicorn's signal handler calls it."""
         if self._deadline is not None:
             os._exit(128 + sig)
         self._deadline = time.monotonic() + self._drain_seconds
         self._scheduler.drain()
 
     async def on_tick(self, counter: int) -> bool:
-        """Ends the server when nothing is left to finish, or the scheduler has ended."""
+        """Ends the server when a stop was asked for and no request is left, or when the scheduler has failed."""
         drained = self._deadline is not None and (self._scheduler.is_idle or time.monotonic() > self._deadline)
         self.should_exit = self.should_exit or drained or self._scheduler.failure is not None
         return await super().on_tick(counter)

@@ -29,7 +29,7 @@ class _Histogram:
 
 
 class Metrics:
-    """Counts of the server; its methods may be called from any thread."""
+    """Counters and histograms of the server; all methods are thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -43,7 +43,7 @@ class Metrics:
         self._first, self._between, self._whole, self._step = first, between, whole, step
 
     def answered(self, endpoint: str, status: int) -> None:
-        """Counts an answer of an endpoint."""
+        """Counts a response by endpoint and status."""
         with self._lock:
             self._requests[endpoint, status] += 1
 
@@ -54,12 +54,12 @@ class Metrics:
             self._counts["generated"] += generated
 
     def token_after(self, seconds: float, *, is_first: bool) -> None:
-        """Takes the time until a token came."""
+        """Adds the seconds until a token: from the arrival for the first one, else from the token before."""
         with self._lock:
             (self._first if is_first else self._between).add(seconds)
 
     def step(self, seconds: float, tokens: int) -> None:
-        """Takes the time of a step and the number of tokens that it computed."""
+        """Adds the seconds of a step and the number of tokens that it computed."""
         with self._lock:
             self._step.add(seconds)
             self._counts["step"] += tokens
@@ -71,7 +71,7 @@ class Metrics:
             self._whole.add(seconds)
 
     def text(self, running: int, waiting: int, pages: int, all_pages: int) -> str:
-        """All numbers, with those of the moment that the scheduler says."""
+        """Returns all metrics in Prometheus' format; the arguments are the gauges of this moment."""
         with self._lock:
             lines = _head("optimus_http_requests_total", "Answers by endpoint and status.", "counter")
             for (endpoint, status), count in sorted(self._requests.items()):

@@ -35,16 +35,16 @@ log = logging.getLogger("optimus")
 
 
 class QueueFull(Exception):
-    """There are as many waiting requests as there may be."""
+    """The queue has its largest number of waiting requests."""
 
 
 class Draining(Exception):
-    """The server finishes what it has and takes nothing new."""
+    """The server finishes the requests that it has and accepts no others."""
 
 
 @dataclass(frozen=True)
 class Token:
-    """A token with its log-probability by the model, in nats, and the likeliest tokens of its place."""
+    """A token, its log-probability in nats, and the likeliest tokens at its position."""
 
     id: int
     logprob: float | None = None  # of a prompt's first token: none
@@ -65,7 +65,7 @@ class Update:
 
 @dataclass(eq=False)
 class ServedRequest:
-    """A prompt, how it is to be completed, and how far that is.
+    """A prompt, the options of its completion, and the state of it.
 
     Attributes:
         prompt: token ids, at least one.
@@ -164,7 +164,7 @@ class Scheduler:
             self._changed.notify_all()
 
     def cancel(self, requests: Sequence[ServedRequest]) -> None:
-        """Drops requests that nobody waits for any more; those that have ended are left alone."""
+        """Drops requests whose client has gone; does nothing for those that have ended."""
         with self._changed:
             for request in requests:
                 request.is_cancelled = True
@@ -191,7 +191,7 @@ class Scheduler:
         return not running and not waiting
 
     def drain(self) -> None:
-        """Takes no further requests."""
+        """Makes every later ``submit`` raise Draining."""
         with self._changed:
             self._is_draining = True
 
@@ -276,7 +276,7 @@ class Scheduler:
         return planned
 
     def _compute(self, requests: Sequence[ServedRequest], chunks: Sequence[Chunk]) -> None:
-        """Computes a step and tells every request what it got."""
+        """Computes a step and calls ``update`` of every request with its result."""
         wanted = [_wanted(request, chunk) for request, chunk in zip(requests, chunks, strict=True)]
         pieces, experts = self._engine.compute(chunks, wanted, any(one.wants_experts for one in requests))
         rows = [(request, chunk, number) for request, chunk, numbers in zip(requests, chunks, wanted, strict=True)
@@ -298,7 +298,7 @@ class Scheduler:
     def _take(
         self, rows: Sequence[tuple[ServedRequest, Chunk, int]], logits_RV: Tensor, updates: dict[ServedRequest, Update]
     ) -> None:
-        """Scores the prompt's tokens and chooses the next ones, of the rows of a piece."""
+        """Scores prompt tokens and chooses next tokens for one piece of the logits."""
         known_R = [_known_next(request, chunk.start + number) for request, chunk, number in rows]
         open_rows = [row for row, known in enumerate(known_R) if known is None]
         tokens_R = torch.tensor([known or 0 for known in known_R], device=logits_RV.device)
@@ -328,7 +328,7 @@ class Scheduler:
                     request.seen_V[id_] = True
 
     def _after_step(self, request: ServedRequest, chunk: Chunk, update: Update) -> None:
-        """Tells a request what the step gave, and lets it leave if it is done."""
+        """Completes a request's update, calls ``update``, and removes the request from the batch if it is done."""
         now = time.perf_counter()
         self._metrics.tokens(prompt=min(chunk.stop, len(request.prompt)) - min(chunk.start, len(request.prompt)),
                              generated=len(update.tokens))  # fmt: skip
@@ -358,7 +358,7 @@ class Scheduler:
 
 
 def _wanted(request: ServedRequest, chunk: Chunk) -> range:
-    """The tokens of a chunk whose logits say something that is asked for."""
+    """The positions in a chunk whose logits are needed."""
     is_last = chunk.stop == request.length
     if request.scores_prompt and chunk.start < len(request.prompt):
         return range(len(chunk.tokens) - (is_last and not request.completes))

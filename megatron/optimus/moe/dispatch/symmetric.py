@@ -76,7 +76,7 @@ class BufferShape(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Region:
+class _BufferRegion:
     """A tensor in the buffer, at the same offset (bytes) on every rank."""
 
     offset: int
@@ -89,7 +89,7 @@ class _Region:
         return buffer[self.offset : end].view(self.dtype).view(self.shape)
 
 
-def buffer_regions(shape: BufferShape, num_ranks: int) -> tuple[dict[str, _Region], int]:
+def buffer_regions(shape: BufferShape, num_ranks: int) -> tuple[dict[str, _BufferRegion], int]:
     """The regions of a rank's buffer by name, and its bytes: little more than P T D elements."""
     tokens, width, topk, dtype = shape
     regions, end = {}, 0
@@ -100,7 +100,7 @@ def buffer_regions(shape: BufferShape, num_ranks: int) -> tuple[dict[str, _Regio
         ("outputs", (num_ranks - 1, tokens, width), dtype),  # of the other ranks, in order
         ("dweights", (tokens, topk), torch.float32),
     ):
-        regions[name] = _Region(end, size, kind)
+        regions[name] = _BufferRegion(end, size, kind)
         end += -(-math.prod(size) * kind.itemsize // _ALIGNMENT) * _ALIGNMENT
     return regions, max(end, _ALIGNMENT)
 
@@ -217,7 +217,7 @@ def _timeout_ms(group: dist.ProcessGroup, device: torch.device) -> int:
 
 
 @dataclass
-class _Exchange:
+class _SymmetricExchange:
     """The state of one dispatch that its combine and the exchanges of their gradients need."""
 
     buffer: SymmetricBuffer
@@ -294,7 +294,7 @@ class _Exchange:
 class _AsyncSymmetric(AsyncDispatch):
     uses_copy_engines = True
 
-    def __init__(self, exchange: _Exchange) -> None:
+    def __init__(self, exchange: _SymmetricExchange) -> None:
         super().__init__()
         self.exchange = exchange
 
@@ -313,8 +313,8 @@ def _pull(buffer: SymmetricBuffer, needed_R: Tensor) -> Tensor:
 
 def _dispatch_tokens(
     buffer: SymmetricBuffer, x_TD: Tensor, weights_TK: Tensor, indices_TK: Tensor, owner_E: Tensor, local_E: Tensor
-) -> tuple[Tensor, Tensor, _Exchange]:
-    """``_Exchange.dispatch`` of tokens whose choices the other ranks do not know yet."""
+) -> tuple[Tensor, Tensor, _SymmetricExchange]:
+    """``_SymmetricExchange.dispatch`` of tokens whose choices the other ranks do not know yet."""
     from megatron.optimus.ops.triton import symmetric_memory
 
     buffer.begin(Direction.DISPATCH)
@@ -324,13 +324,13 @@ def _dispatch_tokens(
     indices_RK, weights_RK, needed_R = symmetric_memory.read_choices(
         buffer.pointers_P("indices"), buffer.pointers_P("weights"), owner_E, local_E, buffer.rank, *indices_TK.shape
     )
-    exchange = _Exchange(buffer, indices_TK.contiguous(), owner_E, indices_RK, needed_R)
+    exchange = _SymmetricExchange(buffer, indices_TK.contiguous(), owner_E, indices_RK, needed_R)
     return _pull(buffer, needed_R), weights_RK, exchange
 
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y_RD: Tensor, exchange: _Exchange) -> Tensor:
+    def forward(ctx: Any, y_RD: Tensor, exchange: _SymmetricExchange) -> Tensor:
         ctx.exchange = exchange
         return exchange.combine(y_RD)
 
@@ -385,7 +385,7 @@ class SymmetricDispatcher(TokenDispatcher):
         overlapped()
         return finish_dispatch(links, pending, ExpertRows(x_RD, weights_RK, exchange.indices_RK, exchange))
 
-    def combine(self, y_RD: Tensor, handle: _Exchange) -> Tensor:
+    def combine(self, y_RD: Tensor, handle: _SymmetricExchange) -> Tensor:
         y_TD: Tensor = _Combine.apply(y_RD, handle)
         return y_TD
 

@@ -43,7 +43,7 @@ class Work(NamedTuple):
     num_used: int | None  # rows of the results that are defined; None: all
 
 
-class Outcome(NamedTuple):
+class TuningResult(NamedTuple):
     """The result of tuning one problem."""
 
     problem: Problem
@@ -94,7 +94,7 @@ def tune(
     exact_only: bool = False,
     seconds: float = float("inf"),
     clock: Clock = time_runs,
-) -> list[Outcome]:
+) -> list[TuningResult]:
     """Tunes problems one after the other; those not begun after ``seconds`` have no entry. Leaves the device's random
     numbers alone.
 
@@ -107,13 +107,13 @@ def tune(
         default, *others = fitting(problem, hardware(device))
         if time.monotonic() > deadline:
             reason = f"not tried: tuning took longer than {seconds:.0f} s"
-            outcomes.append(Outcome(problem, default, None, {}, dict.fromkeys([default, *others], reason)))
+            outcomes.append(TuningResult(problem, default, None, {}, dict.fromkeys([default, *others], reason)))
             continue
         try:
             outcomes.append(_tune_one(problem, [default, *others], device, local_share, exact_only, clock))
         except torch.OutOfMemoryError as error:
             reason = f"out of memory: {_first_line(error)}"
-            outcomes.append(Outcome(problem, default, None, {}, dict.fromkeys([default, *others], reason)))
+            outcomes.append(TuningResult(problem, default, None, {}, dict.fromkeys([default, *others], reason)))
         if device.type != "cpu":
             torch.get_device_module(device).empty_cache()
     return outcomes
@@ -121,7 +121,7 @@ def tune(
 
 def _tune_one(
     problem: Problem, candidates: list[Tiles], device: torch.device, share: float, exact_only: bool, clock: Clock
-) -> Outcome:
+) -> TuningResult:
     small = problem._replace(slots=bucket(_COMPILE_TOKENS * topk_of(problem)))
     left_out = _compile(make_work(small, device, 1.0), candidates, device)
     work = make_work(problem, device, share)
@@ -147,15 +147,15 @@ def _tune_one(
         else:
             good[tiles] = exact
     if not good:
-        return Outcome(problem, candidates[0], None, {}, left_out)
+        return TuningResult(problem, candidates[0], None, {}, left_out)
     del want
     times = clock([lambda tiles=tiles: work.run(tiles) for tiles in good], device)  # type: ignore[misc]
     microseconds = dict(zip(good, times, strict=True))
-    return Outcome(problem, candidates[0], choose(microseconds, good), microseconds, left_out)
+    return TuningResult(problem, candidates[0], choose(microseconds, good), microseconds, left_out)
 
 
 def choose(microseconds: dict[Tiles, float], matches_default_bits: dict[Tiles, bool]) -> Entry:
-    """The first, unless another is faster by more than timings scatter."""
+    """Chooses the fastest tiles; the default (the first) unless another is faster by more than timings scatter."""
     default = next(iter(microseconds))
     best = min(microseconds, key=lambda tiles: microseconds[tiles])
     if microseconds[best] > (1 - _GAIN) * microseconds[default]:
@@ -201,7 +201,7 @@ def _first_line(error: Exception) -> str:
 
 
 def topk_of(problem: Problem) -> int:
-    """Slots of one token: of kernels that move rows their K, of others any."""
+    """Slots of one token: K for the kernels that move rows; the others do not depend on it, so 1."""
     return problem.n if problem.kernel in ("spread_rows", "sum_rows") else 1
 
 
@@ -234,7 +234,7 @@ class _Data:
         return torch.empty(shape, dtype=self.dtype, device=self.device).normal_(std=scale, generator=self.generator)
 
     def rows(self, columns: int) -> Tensor:
-        """Zero where there is no slot, as kernels expect."""
+        """Random rows [P, columns], zero in rows of padding, as kernels expect."""
         return self.random(self.num_rows, columns).masked_fill_(self.is_padding[:, None], 0.0)
 
 
@@ -302,7 +302,7 @@ def tune_missing(
     exact_only: bool = False,
     seconds: float = float("inf"),
     clock: Clock = time_runs,
-) -> tuple[dict[str, Entry], list[Outcome]]:
+) -> tuple[dict[str, Entry], list[TuningResult]]:
     """``entries`` and those of problems that have none, tuned now (see ``tune``) and added to the file on disk.
 
     What ``exact_only`` found takes no faster entry's place there: runs that may change bits go on as they were. A file
@@ -322,7 +322,7 @@ def tune_missing(
     return {**entries, **found}, outcomes
 
 
-def line(outcome: Outcome) -> str:
+def line(outcome: TuningResult) -> str:
     """One line on a problem."""
     left_out = f"; {len(outcome.left_out)} left out" if outcome.left_out else ""
     if outcome.entry is None:

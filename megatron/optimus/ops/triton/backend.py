@@ -28,7 +28,7 @@ from megatron.optimus.ops.triton.permute import (
     swiglu_backward_,
 )
 from megatron.optimus.ops.triton.router import MAX_EXPERTS, router_topk, router_topk_backward
-from megatron.optimus.ops.triton.row_order import RowOrder, order_rows, row_order_sizes
+from megatron.optimus.ops.triton.row_order import PaddedRowOrder, order_rows, row_order_sizes
 
 __all__ = [  # what ops calls: see ops/backend.py
     "MAX_EXPERTS",  # of router_topk
@@ -91,7 +91,7 @@ def moe_mlp_backward_up_weights(
     is_padded = (x_rows.shape[1], dhidden.shape[1]) != (width, 2 * inner)
     shape = (arguments[1].shape[0], dhidden.shape[1], x_rows.shape[1])
     output, adds = kernel_output(gate_up_buffer, accumulate, shape, is_padded=is_padded)
-    dgate_up = weight_gradient(dhidden, x_rows, RowOrder(*saved[1:]), out=output, accumulate=adds)
+    dgate_up = weight_gradient(dhidden, x_rows, PaddedRowOrder(*saved[1:]), out=output, accumulate=adds)
     if is_padded:
         dgate_up = dgate_up.unflatten(1, (2, -1))[:, :, :inner, :width].flatten(1, 2)
     return store_gradient(dgate_up, output, gate_up_buffer, accumulate)
@@ -153,7 +153,7 @@ def _moe_mlp_backward(
     dx, ddown, dweights, dhidden, x_rows = _input_gradients(
         dy, x, gate_up, down, weights, hidden, order_tensors, None, False
     )
-    return dx, weight_gradient(dhidden, x_rows, RowOrder(*order_tensors)), ddown, dweights
+    return dx, weight_gradient(dhidden, x_rows, PaddedRowOrder(*order_tensors)), ddown, dweights
 
 
 def _input_gradients(
@@ -164,7 +164,7 @@ def _input_gradients(
     product is dgate_up."""
     dy, x, gate_up, down, weights = (t.contiguous() for t in (dy, x, gate_up, down, weights))
     topk = weights.shape[1]
-    order = RowOrder(*order_tensors)
+    order = PaddedRowOrder(*order_tensors)
     dy_rows, row_weight = spread_rows_and_weights(dy, order, weights)
     x_rows, dx = torch.empty_like(dy_rows), torch.empty_like(x)
     with _on_second_stream(x.device):

@@ -96,14 +96,14 @@ Table = Mapping[str, Entry]  # by str(problem), of one device
 
 
 def as_record(entry: Entry) -> dict[str, Any]:
-    """For JSON."""
+    """Converts an entry to JSON types."""
     tiles, microseconds, default, exact = entry
     times = {"microseconds": microseconds, "default_microseconds": default}
     return {"tiles": tiles._asdict(), **times, "is_exact": exact}
 
 
 def of_record(record: Any) -> Entry:
-    """Raises ValueError for anything but what ``as_record`` gives; whether the tiles are legal is another question."""
+    """Inverts ``as_record``, without checking that the tiles are legal. Raises ValueError for anything else."""
     try:
         tiles, times = record["tiles"], (record["microseconds"], record["default_microseconds"])
         values = [tiles[name] for name in Tiles._fields]

@@ -21,7 +21,7 @@ from megatron.optimus.ops.main_grads import kernel_output, store_gradient
 from megatron.optimus.ops.triton.fp8 import inverse_scale, largest_, quantize_, store_transposed, swiglu_gradient
 from megatron.optimus.ops.triton.grouped_gemm import put_part
 from megatron.optimus.ops.triton.permute import spread_rows, spread_rows_and_weights, sum_rows
-from megatron.optimus.ops.triton.row_order import RowOrder, order_rows
+from megatron.optimus.ops.triton.row_order import PaddedRowOrder, order_rows
 from megatron.optimus.ops.triton.tiles import ROW_TILE, hardware
 
 # Measured on an H100, T = 16,384 of Mula-7B: 1,130 to 1,300 TFLOP/s forward and input gradients, 970 to 995 weights'.
@@ -188,11 +188,11 @@ def _quantized_tokens(x_TD: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]
     return out, scales[0]
 
 
-def _as_rows(x_TD: Tensor, order: RowOrder, topk: int) -> Tensor:
+def _as_rows(x_TD: Tensor, order: PaddedRowOrder, topk: int) -> Tensor:
     return spread_rows(x_TD.view(torch.uint8), order, topk).view(x_TD.dtype)
 
 
-def _as_columns(x_TD: Tensor, order: RowOrder, topk: int) -> Tensor:
+def _as_columns(x_TD: Tensor, order: PaddedRowOrder, topk: int) -> Tensor:
     rows, width = order.slot_P.shape[0], x_TD.shape[1]
     out = _new(x_TD, width, rows, dtype=x_TD.dtype)
     _spread_columns[(triton.cdiv(rows, _ROWS), triton.cdiv(width, _COLUMNS))](
@@ -203,7 +203,7 @@ def _as_columns(x_TD: Tensor, order: RowOrder, topk: int) -> Tensor:
 
 
 def _multiply(
-    a_PK: Tensor, a_scale: Tensor, b_ENK: Tensor, b_scale: Tensor, order: RowOrder, dtype: torch.dtype
+    a_PK: Tensor, a_scale: Tensor, b_ENK: Tensor, b_scale: Tensor, order: PaddedRowOrder, dtype: torch.dtype
 ) -> Tensor:
     """Rows times each row's expert weight, [P, N]."""
     _, width, depth = b_ENK.shape
@@ -218,7 +218,7 @@ def _multiply(
 
 
 def _gradient(
-    a_MP: Tensor, a_scale: Tensor, b_NP: Tensor, b_scale: Tensor, order: RowOrder, weight: Tensor,
+    a_MP: Tensor, a_scale: Tensor, b_NP: Tensor, b_scale: Tensor, order: PaddedRowOrder, weight: Tensor,
     buffer: Tensor | None, accumulate: bool,
 ) -> Tensor | None:  # fmt: skip
     """The gradient of ``weight`` [E, M, N], or None after it went to the buffer."""
@@ -258,7 +258,7 @@ def moe_mlp_backward_inputs(
 ) -> tuple[Tensor, Tensor | None, Tensor, list[Tensor]]:
     """See ``fused_moe.MoeKernels``."""
     hidden, _, _, gate_up_columns, gate_up_scale, down_columns, down_scale, *rest = saved
-    order, dtype, weights = RowOrder(*rest), dy_TD.dtype, arguments[3].contiguous()
+    order, dtype, weights = PaddedRowOrder(*rest), dy_TD.dtype, arguments[3].contiguous()
     topk, rows, inner = weights.shape[1], hidden.shape[0], hidden.shape[1] // 2
     dy, dy_scale = _quantized_tokens(dy_TD.contiguous(), GRADIENT)
     dy_rows, row_weight = spread_rows_and_weights(dy.view(torch.uint8), order, weights)
@@ -297,6 +297,6 @@ def moe_mlp_backward_up_weights(
 ) -> Tensor | None:
     """See ``fused_moe.MoeKernels``."""
     dhidden_columns, numbers = pending
-    order = RowOrder(*saved[7:])
+    order = PaddedRowOrder(*saved[7:])
     x_columns = _as_columns(saved[1], order, arguments[4].shape[1])
     return _gradient(dhidden_columns, numbers[2], x_columns, saved[2], order, arguments[1], gate_up_buffer, accumulate)

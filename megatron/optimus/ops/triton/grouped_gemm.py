@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megatron.optimus.ops.triton.candidates import Tiles
-from megatron.optimus.ops.triton.row_order import RowOrder
+from megatron.optimus.ops.triton.row_order import PaddedRowOrder
 from megatron.optimus.ops.triton.tiles import ROW_TILE, hardware, num_programs, tiles_for
 
 
@@ -198,7 +198,12 @@ def _tensor(tensor: Tensor, block: list[int], by_engine: bool) -> Any:
 
 
 def up_swiglu(
-    x_PD: Tensor, gate_up_E2FD: Tensor, order: RowOrder, tiles: Tiles | None = None, *, without_padding: bool = False
+    x_PD: Tensor,
+    gate_up_E2FD: Tensor,
+    order: PaddedRowOrder,
+    tiles: Tiles | None = None,
+    *,
+    without_padding: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """hidden [P, 2F] before SwiGLU, or [N, 2F] with the rows of slots alone, and activation [P, F].
 
@@ -221,7 +226,7 @@ def up_swiglu(
 
 
 def rows_times_weight(
-    a_PK: Tensor, weight: Tensor, order: RowOrder, *, transposed: bool, tiles: Tiles | None = None
+    a_PK: Tensor, weight: Tensor, order: PaddedRowOrder, *, transposed: bool, tiles: Tiles | None = None
 ) -> Tensor:
     """[P, K] times each row's expert weight: weight[e].T if transposed ([E, N, K]), else weight[e] ([E, K, N])."""
     depth, width = a_PK.shape[1], weight.shape[1] if transposed else weight.shape[2]
@@ -242,7 +247,7 @@ def rows_times_weight(
 def weight_gradient(
     a_PM: Tensor,
     b_PN: Tensor,
-    order: RowOrder,
+    order: PaddedRowOrder,
     out: Tensor | None = None,
     tiles: Tiles | None = None,
     *,

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron.optimus.ops.triton.candidates import Tiles
-from megatron.optimus.ops.triton.row_order import RowOrder
+from megatron.optimus.ops.triton.row_order import PaddedRowOrder
 from megatron.optimus.ops.triton.tiles import ROW_TILE, tiles_for
 
 
@@ -56,7 +56,7 @@ def _block(width: int, most: int) -> int:
 
 
 def spread_rows(
-    x_TD: Tensor, order: RowOrder, topk: int, out: Tensor | None = None, tiles: Tiles | None = None
+    x_TD: Tensor, order: PaddedRowOrder, topk: int, out: Tensor | None = None, tiles: Tiles | None = None
 ) -> Tensor:
     """Each row's token: [P, D]. Padding inside used tiles is zero; tiles after the last used one stay unwritten.
 
@@ -67,7 +67,7 @@ def spread_rows(
     return out_PD
 
 
-def spread_rows_and_weights(x_TD: Tensor, order: RowOrder, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
+def spread_rows_and_weights(x_TD: Tensor, order: PaddedRowOrder, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
     """``spread_rows`` and the router weight of each row, fp32 [P]; zero for padding rows."""
     out_PD = x_TD.new_empty(order.slot_P.shape[0], x_TD.shape[1])
     row_weight_P = weights_TK.new_empty(order.slot_P.shape[0])
@@ -76,8 +76,8 @@ def spread_rows_and_weights(x_TD: Tensor, order: RowOrder, weights_TK: Tensor) -
 
 
 def _launch_spread(
-    x_TD: Tensor, order: RowOrder, topk: int, out_PD: Tensor, weights_TK: Tensor | None, row_weight_P: Tensor | None,
-    tiles: Tiles | None = None,
+    x_TD: Tensor, order: PaddedRowOrder, topk: int, out_PD: Tensor, weights_TK: Tensor | None,
+    row_weight_P: Tensor | None, tiles: Tiles | None = None,
 ) -> None:  # fmt: skip
     (num_tokens, width), num_experts = x_TD.shape, order.count_E.shape[0]
     tiles = tiles or tiles_for("spread_rows", x_TD, num_experts, topk, width, order.row_N.numel())
@@ -108,7 +108,12 @@ def _sum_rows(
 
 
 def sum_rows(
-    rows_PD: Tensor, order: RowOrder, weights_TK: Tensor | None, topk: int, out: Tensor, tiles: Tiles | None = None
+    rows_PD: Tensor,
+    order: PaddedRowOrder,
+    weights_TK: Tensor | None,
+    topk: int,
+    out: Tensor,
+    tiles: Tiles | None = None,
 ) -> Tensor:
     """out [T, D] = each token's sum over its local slots of (weight *) row, in slot order and fp32; returns it."""
     tiles = tiles or tiles_for("sum_rows", rows_PD, order.count_E.shape[0], topk, out.shape[1], order.row_N.numel())
@@ -183,7 +188,12 @@ def _swiglu_backward(
 
 
 def swiglu_backward_(
-    grad_PF: Tensor, hidden_N2F: Tensor, row_weight_P: Tensor, order: RowOrder, topk: int, tiles: Tiles | None = None
+    grad_PF: Tensor,
+    hidden_N2F: Tensor,
+    row_weight_P: Tensor,
+    order: PaddedRowOrder,
+    topk: int,
+    tiles: Tiles | None = None,
 ) -> tuple[Tensor, Tensor]:
     """From the gradient of the unweighted activation: dhidden [P, 2F] and the router weights' gradient, fp32 [T, K].
 

@@ -21,7 +21,7 @@ from megatron.optimus.ops.triton.router import choose, logits_gradient, router_t
 from megatron.optimus.ops.triton.tiles import hardware
 
 
-class _Launch(NamedTuple):
+class _LaunchConfig(NamedTuple):
     tokens: int  # of a program
     step: int  # depth or columns at a time
     warps: int
@@ -29,12 +29,12 @@ class _Launch(NamedTuple):
 
 
 # benchmarks/results/cuda_kernels_h200.txt, section 22
-_CHOICE_OF_FEW = _Launch(64, 128, 4, 5)  # where all programs run at once, one to a multiprocessor
-_CHOICE = _Launch(128, 64, 8, 5)
+_CHOICE_OF_FEW = _LaunchConfig(64, 128, 4, 5)  # where all programs run at once, one to a multiprocessor
+_CHOICE = _LaunchConfig(128, 64, 8, 5)
 _MOST_CHOOSE = 128  # experts whose logits a program holds beside what is on its way
 # With fewer stages nothing is copied ahead: a copy then starts after the products that read its place.
-_INPUT = _Launch(64, 128, 4, 3)
-_INPUT_OF_MANY = _Launch(64, 64, 4, 3)  # experts: more than 64
+_INPUT = _LaunchConfig(64, 128, 4, 3)
+_INPUT_OF_MANY = _LaunchConfig(64, 64, 4, 3)  # experts: more than 64
 _INPUT_PROGRAMS = 2  # per multiprocessor
 _SMALL_SHARED = 101376  # bytes, of GPUs of which a program takes half as many experts at once
 

@@ -23,7 +23,7 @@ _STEP = 128
 _TILES = 16  # of a program
 
 
-class RowOrder(NamedTuple):
+class PaddedRowOrder(NamedTuple):
     """Where each slot's row is; every tensor is int32 on the device."""
 
     slot_P: Tensor  # slot of each row, -1 for padding
@@ -117,7 +117,7 @@ def _place(
 
 
 def row_order_sizes(num_slots: int, num_experts: int) -> tuple[int, ...]:
-    """Elements of each tensor of a RowOrder, for those who make one without data."""
+    """Elements of each tensor of a PaddedRowOrder, for those who make one without data."""
     num_rows = max_rows(num_slots, num_experts)
     max_tiles = num_rows // ROW_TILE
     return num_rows, num_slots, num_experts, num_experts, max_tiles, 1, num_experts, max_tiles
@@ -128,7 +128,7 @@ def max_rows(num_slots: int, num_experts: int) -> int:
     return (num_slots // ROW_TILE + min(num_experts, num_slots)) * ROW_TILE + ROW_TILE
 
 
-def order_rows(indices_TK: Tensor, num_experts: int) -> RowOrder:
+def order_rows(indices_TK: Tensor, num_experts: int) -> PaddedRowOrder:
     """Stable order of rows by expert. Slots outside [0, E) are foreign: they get no row."""
     indices = indices_TK.contiguous()
     num_slots, device = indices.numel(), indices.device
@@ -141,7 +141,7 @@ def order_rows(indices_TK: Tensor, num_experts: int) -> RowOrder:
         return torch.empty(shape, dtype=torch.int32, device=device)
 
     block_counts = ints(num_blocks, columns)
-    order = RowOrder(
+    order = PaddedRowOrder(
         slot_P=torch.full((num_rows,), -1, dtype=torch.int32, device=device),
         row_N=ints(num_slots),
         first_row_E=ints(num_experts),

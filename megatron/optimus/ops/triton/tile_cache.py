@@ -55,7 +55,7 @@ def parse(devices: Mapping[str, Any]) -> tuple[dict[str, Table], int]:
 
 
 def records(tables: Mapping[str, Mapping[str, Entry]]) -> dict[str, dict[str, Any]]:
-    """What ``parse`` reads."""
+    """Converts entries by device to the JSON types that ``parse`` reads."""
     return {device: {p: as_record(entry) for p, entry in entries.items()} for device, entries in tables.items()}
 
 

@@ -61,7 +61,7 @@ class Hardware(NamedTuple):
 
 @functools.cache
 def hardware(device: torch.device) -> Hardware:
-    """Of an accelerator; of Triton's interpreter for the CPU, where everything fits."""
+    """Reads the properties of an accelerator; for the CPU those of Triton's interpreter, where everything fits."""
     import triton
 
     if device.type == "cpu":
@@ -114,7 +114,7 @@ def shared_bytes(kernel: str, tiles: Tiles, machine: Hardware) -> int:
 
 
 def sum_bytes(kernel: str, tiles: Tiles) -> int:
-    """Registers that the fp32 sums of a product take in each warp."""
+    """Bytes of registers that the fp32 sums of a product take in each warp."""
     wide = 2 * tiles.cols if kernel == "up_swiglu" else tiles.cols
     return tiles.rows * wide * 4 // tiles.warps if tiles.depth else 0
 
@@ -186,12 +186,12 @@ def _chosen(problem: Problem, device: torch.device) -> Tiles:
 
 
 def num_programs(tiles: Tiles, device: torch.device) -> int:
-    """Of a persistent kernel."""
+    """Number of programs to launch of a persistent kernel."""
     return hardware(device).processors * tiles.programs
 
 
 def summary(device: torch.device) -> str:
-    """For the line that says what runs: "default tiles", or how many tuned ones there are."""
+    """Describes the tiles in use for the log: "default tiles", or "12 tuned tiles"."""
     count = len(table(device))
     return f"{count} tuned tiles" if count else "default tiles"
 

@@ -36,28 +36,28 @@ class StepRange(NamedTuple):
 
 
 class Tracker:
-    """Takes every step once, in order. Exists on rank 0 only."""
+    """Interface of a tracker, which gets the metrics of every step once, in order. Exists on rank 0 only."""
 
     in_background: ClassVar[bool] = True  # False: called by the training loop, which it must not delay
 
     def open(self) -> None:
-        """Connects to what it writes to; called once, before anything else."""
+        """Connects to the service; called once, before every other method."""
 
     def log(self, metrics: StepMetrics) -> None:
-        """Takes a step."""
+        """Writes the metrics of one step."""
 
     def alert(self, alert: Alert) -> None:
-        """Takes an alert."""
+        """Writes an alert."""
 
     def add_files(self, run_dir: Path) -> None:
-        """Takes the samples and the report of a run that ends, where they are there."""
+        """Uploads the samples and the report of a run that has ended, if these files exist."""
 
     def close(self) -> None:
-        """Ends; nothing follows."""
+        """Closes the connection; no other method is called afterwards."""
 
 
 class BackgroundTracker(Tracker):
-    """A tracker whose methods run in a thread of its own. After an ``open`` that failed, nothing follows."""
+    """Runs the methods of a tracker in a thread of its own. If ``open`` fails, no other method is called."""
 
     def __init__(self, tracker: Tracker, closing_seconds: float = _CLOSING_SECONDS) -> None:
         self._tracker, self._closing_seconds = tracker, closing_seconds

@@ -1,4 +1,4 @@
-"""Comet."""
+"""The tracker that sends metrics to Comet."""
 
 from __future__ import annotations
 

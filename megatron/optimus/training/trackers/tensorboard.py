@@ -1,4 +1,4 @@
-"""TensorBoard."""
+"""The tracker that writes TensorBoard's event files."""
 
 from __future__ import annotations
 

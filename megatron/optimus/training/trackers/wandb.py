@@ -1,4 +1,4 @@
-"""Weights & Biases."""
+"""The tracker that sends metrics to Weights & Biases."""
 
 from __future__ import annotations
 
