@@ -150,7 +150,8 @@ def _build_engine(
     partition_parameters.shutdown_init_context()  # a surrounding zero.Init must not see the engine's own modules
     engine = EPEngine(config=config, **passed_on)
     partition_parameters.restore_init_context()
-    engine._configure_python_gc()
+    if hasattr(engine, "_configure_python_gc"):  # 0.19.7 has no disable_python_gc
+        engine._configure_python_gc()
     return engine
 
 
