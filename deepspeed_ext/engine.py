@@ -102,7 +102,10 @@ class EPEngineMixin:
 
         Raises:
             InvalidCall: inside another such context or ``no_sync``, or without managed gradient accumulation.
+            NotImplementedError: under pipeline parallelism, whose schedule reduces.
         """
+        if self.pipeline_parallelism:  # type: ignore[attr-defined]
+            raise NotImplementedError("coalesce_grad_reduction() is not for pipeline parallelism: its schedule reduces")
         if self.inside_no_sync_ctxt or not self.managed_gradient_accumulation():  # type: ignore[attr-defined, has-type]
             raise InvalidCall(
                 "coalesce_grad_reduction() cannot be nested, in no_sync() or another, and is not for "
