@@ -11,7 +11,7 @@ from megatron.optimus.config.load import load
 from megatron.optimus.config.schema import ConfigError, ParallelConfig
 from megatron.optimus.launcher.nodes import lost_hosts
 from megatron.optimus.training import integrity
-from megatron.optimus.training.integrity import Gradients, describe, describe_gradients, differing, suspects_of
+from megatron.optimus.training.integrity import GradientChecksums, describe, describe_gradients, differing, suspects_of
 
 
 @pytest.mark.parametrize(("ep", "tp", "block"), [(1, 1, 1), (4, 1, 4), (2, 2, 1), (4, 2, 2)])
@@ -41,8 +41,8 @@ def test_a_majority_names_the_rank() -> None:
 
 
 def test_a_second_time_tells_a_passing_fault() -> None:
-    def ring(own: list[int], other: list[int]) -> list[Gradients]:
-        return [Gradients(f"host{r}", (r + 1) % 3, [own[r]], [other[r]]) for r in range(3)]
+    def ring(own: list[int], other: list[int]) -> list[GradientChecksums]:
+        return [GradientChecksums(f"host{r}", (r + 1) % 3, [own[r]], [other[r]]) for r in range(3)]
 
     clean = ring([1, 2, 3], [2, 3, 1])
     assert differing(clean) == []
