@@ -70,7 +70,7 @@ class Outcome:
     broken: str = ""  # the promise that was
 
 
-class Launch:
+class DrilledRun:
     """A run under ``optimus launch``; the same command can be given again."""
 
     def __init__(self, folder: Path, options: argparse.Namespace, data: Path, seed: str) -> None:
@@ -133,7 +133,7 @@ class Drill:
         with IndexedDatasetWriter(str(self.data), np.uint16) as writer:
             for _ in range(400):
                 writer.add_document(rng.integers(0, 256, 500))
-        self.reference = Launch(self.out / "undisturbed", options, self.data, "")
+        self.reference = DrilledRun(self.out / "undisturbed", options, self.data, "")
         code = self._wait_for_end(self.reference)
         if code:
             raise ConfigError(f"the undisturbed run ended with exit code {code}; see {self.reference.log}")
@@ -142,7 +142,7 @@ class Drill:
         """One run with these faults, compared with the undisturbed one."""
         self.rounds += 1
         seed = f"{self.options.seed}/{self.rounds}"
-        launch = Launch(self.out / f"round-{self.rounds}", self.options, self.data, seed)
+        launch = DrilledRun(self.out / f"round-{self.rounds}", self.options, self.data, seed)
         done: list[Outcome] = []
         try:
             for fault in sorted(faults, key=lambda one: not one.at_start):
@@ -160,7 +160,7 @@ class Drill:
         if not any(one.broken for one in done):
             shutil.rmtree(launch.folder)
 
-    def _wait_for_moment(self, launch: Launch, fault: Fault, is_later: bool) -> bool:
+    def _wait_for_moment(self, launch: DrilledRun, fault: Fault, is_later: bool) -> bool:
         """Waits for some more steps; False where the run is too near its end."""
         if fault.at_start:
             return not is_later
@@ -173,7 +173,7 @@ class Drill:
             return True
         return False
 
-    def _inject(self, launch: Launch, fault: Fault) -> Outcome:
+    def _inject(self, launch: DrilledRun, fault: Fault) -> Outcome:
         """Injects a fault, watches the run until it does new steps, and judges it."""
         target, before = launch.target, launch.last_step()
         undo = None
@@ -213,7 +213,7 @@ class Drill:
             outcome.broken = f"rank {outcome.named} was named"
         return outcome
 
-    def _notice(self, launch: Launch, fault: Fault, outcome: Outcome) -> None:
+    def _notice(self, launch: DrilledRun, fault: Fault, outcome: Outcome) -> None:
         """Waits until the log tells of the fault."""
 
         def is_told() -> bool:
@@ -228,7 +228,7 @@ class Drill:
             time.sleep(0.02)
         outcome.noticed_s = round(time.time() - launch.target.begun, 2)
 
-    def _give_command_again(self, launch: Launch, fault: Fault, outcome: Outcome) -> None:
+    def _give_command_again(self, launch: DrilledRun, fault: Fault, outcome: Outcome) -> None:
         """After the launcher's end, and that of its ranks."""
         launch.process.wait(_LIMIT_SECONDS)
         lock, deadline = launch.folder / "checkpoints" / ".claim", time.monotonic() + _LIMIT_SECONDS
@@ -240,11 +240,11 @@ class Drill:
             outcome.broken = f"exit code {launch.process.returncode}"
         launch.start()
 
-    def _started(self, launch: Launch, since: float) -> list[dict[str, Any]]:
+    def _started(self, launch: DrilledRun, since: float) -> list[dict[str, Any]]:
         """The first step of the newest process that began after a time of day."""
         return [line for line in launch.lines() if "startup_s/total" in line and line["wall_time"] > since][-1:]
 
-    def _until(self, launch: Launch, condition: Any, problem: str) -> None:
+    def _until(self, launch: DrilledRun, condition: Any, problem: str) -> None:
         deadline = time.monotonic() + _LIMIT_SECONDS
         while not condition():
             if not launch.is_alive() and not condition():
@@ -253,14 +253,14 @@ class Drill:
                 raise TimeoutError(f"{problem} in {_LIMIT_SECONDS:.0f} s")
             time.sleep(0.02)
 
-    def _wait_for_end(self, launch: Launch) -> int:
+    def _wait_for_end(self, launch: DrilledRun) -> int:
         try:
             return launch.process.wait(_LIMIT_SECONDS + 2 * self.options.steps)
         except subprocess.TimeoutExpired:
             launch.end()
             return 124
 
-    def _finish(self, launch: Launch, done: list[Outcome]) -> None:
+    def _finish(self, launch: DrilledRun, done: list[Outcome]) -> None:
         """Waits for the end of the run, compares it with the undisturbed one, and judges its faults."""
         code = self._wait_for_end(launch)
         different = f"the run ended with exit code {code}" if code else self._difference(launch)
@@ -271,7 +271,7 @@ class Drill:
         names = ", ".join(one.fault for one in done)
         print(f"round {self.rounds} ({names}): {different or 'bit-identical to the undisturbed run'}", flush=True)
 
-    def _difference(self, launch: Launch) -> str:
+    def _difference(self, launch: DrilledRun) -> str:
         """The first difference to the undisturbed run, "" where there is none."""
         for ours, theirs in zip(launch.lines(), self.reference.lines(), strict=False):
             for key in _KEYS:
