@@ -9,6 +9,7 @@ shard of every bucket there, and the flat buffer is put together bucket by bucke
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -73,6 +74,9 @@ class FlatPartition(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles the pieces, which ``torch.save`` writes once however often they are in a file."""
         return FlatPartition, (self.pieces, self.refusal)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FlatPartition:
+        return FlatPartition(copy.deepcopy(self.pieces, memo), self.refusal)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
