@@ -176,8 +176,11 @@ def train_and_save(rank: int, world: int, folder: Path, layout: str) -> None:
         dense = [files] * dist.get_world_size(optimizer.groups.dense)
         resumed.engine.optimizer.load_state_dict(dense)
         assert_same(resumed.state(), after)
+        from deepspeed_ext.zero.stock_files import ours_in
+
+        ours_in(files)["matrix_states"] = []
         with pytest.raises(ValueError, match="written by another optimizer"):
-            resumed.engine.optimizer.load_state_dict([files | {"matrix_states": []}] * len(dense))
+            resumed.engine.optimizer.load_state_dict(dense)
 
 
 def load_and_save(rank: int, world: int, folder: Path, source: str, target: str, layout: str | None) -> None:
