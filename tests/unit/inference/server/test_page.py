@@ -64,6 +64,10 @@ class Browser:
             assert time.monotonic() < deadline, script
             time.sleep(0.05)
 
+    def fill(self, fields: dict[str, Any]) -> None:
+        for name, value in fields.items():
+            self.run(f"document.getElementById({name!r}).value = {json.dumps(value)}")
+
     def close(self) -> None:
         httpx.delete(self._url, timeout=60)
 
@@ -91,20 +95,22 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         yield found
 
 
+OPTIONS = dict(prompt="the naïve 🙂 birds\nin", temperature=0.5, seed=3)  # no text ends within 24 tokens
+
+
 def texts(answer: dict[str, Any], show: Callable[[str], str]) -> list[str]:
     return [show(text) for text in answer["choices"][0]["logprobs"]["tokens"]]
 
 
 def test_tokens_come_with_their_probabilities_and_experts(served: Served, browser: Browser, tmp_path: Path) -> None:
     is_moe = served.model.config.is_moe
-    options = dict(prompt="the naïve 🙂 birds\nin", max_tokens=24, temperature=0.5, seed=3)
+    options = OPTIONS | {"max_tokens": 24}
     answer = served.post(**options, echo=True, logprobs=5, experts=is_moe).json()
     choice = answer["choices"][0]
     browser.show(1200, "light")
     browser.call("url", url=f"{served.url}/")
     browser.wait("model")
-    for name, value in options.items():
-        browser.run(f"document.getElementById({name!r}).value = {json.dumps(value)}")
+    browser.fill(options)
     browser.run("document.getElementById('go').click()")
     browser.wait("document.getElementById('speed').textContent")
 
@@ -151,7 +157,7 @@ def test_an_error_is_shown_and_stop_ends_a_request(served: Served, browser: Brow
     browser.run("document.getElementById('go').click()")
     browser.wait("document.getElementById('error').textContent")
     assert "temperature=-1" in browser.run("return document.getElementById('error').textContent")
-    browser.run("document.getElementById('temperature').value = 1; document.getElementById('max_tokens').value = 500")
+    browser.fill(OPTIONS | {"max_tokens": 500})
     browser.run("document.getElementById('go').click()")
     browser.wait("tokens.length > 20")
     browser.run("document.getElementById('stop').click()")
