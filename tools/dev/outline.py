@@ -35,7 +35,7 @@ ORDER = {
     "layers": 5,
     "moe": 6,
     "models": 7,
-    "parallel": 8,
+    **dict.fromkeys(("parallel", "report"), 8),
     **dict.fromkeys(("data", "checkpoint"), 9),
     "convert": 10,
     **dict.fromkeys(("training", "inference"), 11),
