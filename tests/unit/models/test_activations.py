@@ -12,7 +12,7 @@ from megatron.optimus.models.activations import CPU, layer_parts
 from megatron.optimus.models.work import layer_work
 from megatron.optimus.planner.memory import memory_of
 from tests.helpers import run_distributed
-from tests.unit.planner.cases import MOE, SHARED, alone_in_worlds, bytes_kept, peaks_of_parts, run
+from tests.unit.planner.cases import HAS_PIPELINES, MOE, SHARED, alone_in_worlds, bytes_kept, peaks_of_parts, run
 
 KEPT = {
     1: [
@@ -45,7 +45,8 @@ KEPT = {
 @pytest.mark.parametrize("world", KEPT)
 def test_activations_of_a_layer_are_what_a_forward_leaves(world: int) -> None:
     """Of two more layers, so that what all layers share drops out."""
-    cases = KEPT[world]
+    # torch before 2.10 keeps grouped keys repeated for each query head.
+    cases = [words for words in KEPT[world] if HAS_PIPELINES or "--num-query-groups" not in words]
     deep = [words + " --num-layers 3" for words in cases]
     deep_and_shallow = deep + [words + " --num-layers 1" for words in cases]
     [found] = run_distributed(alone_in_worlds, 1, bytes_kept, [0], world, deep_and_shallow)

@@ -10,7 +10,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatron.optimus import ops
-from megatron.optimus.config.schema import ModelConfig, ParallelConfig, PipelineSchedule, Recompute
+from megatron.optimus.config.schema import ConfigError, ModelConfig, ParallelConfig, PipelineSchedule, Recompute
 from megatron.optimus.models.decoder import Decoder
 from megatron.optimus.models.initialize import initialize_weights
 from megatron.optimus.parallel import recompute
@@ -128,3 +128,13 @@ def test_nothing_is_recomputed_in_validation() -> None:
     tokens = torch.zeros(1, 4, dtype=torch.int64)
     with torch.no_grad():
         assert not built(tokens, tokens).loss_sum.requires_grad
+
+
+def test_offloading_beside_tensor_parallelism_needs_a_newer_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = ParallelConfig(cpu_offloading_num_layers=2, tensor_model_parallel_size=2)
+    monkeypatch.setattr(torch, "__version__", "2.10.0")
+    recompute.apply_offloading([[]], config)
+    monkeypatch.setattr(torch, "__version__", "2.8.0")
+    with pytest.raises(ConfigError, match="cpu_offloading_num_layers=2 with tensor_model_parallel_size=2 needs torch"):
+        recompute.apply_offloading([[]], config)
+    recompute.apply_offloading([[]], ParallelConfig(cpu_offloading_num_layers=2))

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.optimus.config.load import load
@@ -28,8 +29,17 @@ MIXED = MOE + "--moe-layer-freq [0]*2+[1]*2 "  # with two stages, the first one 
 SHARED = MOE + "--moe-shared-expert-intermediate-size 80 --moe-shared-expert-gate --add-qkv-bias "
 
 
+HAS_PIPELINES = TorchVersion(torch.__version__) >= "2.10"
+
+
 def run(words: str) -> RunConfig:
     return load((BASE + words).split()).config
+
+
+def runnable(words: str) -> bool:
+    """Whether this version of torch runs it (parallel/pipeline.py, check_torch_version)."""
+    config = load(words.split()).config if words.startswith("--preset") else run(words)
+    return HAS_PIPELINES or config.parallel.pipeline_model_parallel_size == 1
 
 
 class Watch(TorchDispatchMode):

@@ -11,7 +11,7 @@ from megatron.optimus.models.parameters import num_parameters
 from megatron.optimus.planner.memory import memory_of
 from megatron.optimus.planner.optimizer_state import PlannedFlatBuffer
 from tests.helpers import run_distributed
-from tests.unit.planner.cases import MIXED, MOE, SHARED, run, states_in_fake_worlds
+from tests.unit.planner.cases import MIXED, MOE, SHARED, run, runnable, states_in_fake_worlds
 
 COMPLETEP = "--parametrization completep --base-hidden-size 8 --base-num-layers 1 --base-moe-ffn-hidden-size 8 "
 # (options, rank, ranks). The last one is the paper's model and layout on 1,024 nodes of Aurora.
@@ -47,8 +47,9 @@ WORLDS = [
 
 
 def test_parameters_and_states_are_those_of_the_real_optimizer() -> None:
-    [built] = run_distributed(states_in_fake_worlds, 1, WORLDS, timeout=200)
-    for (words, rank, world), (numel, sizes) in zip(WORLDS, built, strict=True):
+    worlds = [world for world in WORLDS if runnable(world[0])]
+    [built] = run_distributed(states_in_fake_worlds, 1, worlds, timeout=200)
+    for (words, rank, world), (numel, sizes) in zip(worlds, built, strict=True):
         config = load(words.split()).config if words.startswith("--preset") else run(words)
         members = rank_plans(config, world)
         share = members[rank // (world // len(members))]
