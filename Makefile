@@ -10,7 +10,7 @@ VENV ?= .venv
 # An interpreter that already has the dependencies; empty: make our own environment in $(VENV).
 PY ?=
 CORPUS ?=
-# Test files that run at the same time. On two cores three take 15 minutes, two 25: tests of ranks wait a lot.
+# Test files that run at the same time. On two cores three take 14 minutes, two 25: tests of ranks wait a lot.
 TEST_WORKERS ?= 3
 BASE_PYTHON ?= python3
 
