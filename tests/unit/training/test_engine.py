@@ -45,7 +45,7 @@ from megatron.optimus.training.engine import (
 
 IN_FP32 = (ShardAdafactor, ShardScheduleFreeAdamW, ShardScheduleFreeSGD, WrappedOptimizer)
 SCHEDULE_FREE = "--lr-decay-style constant --schedule-free-beta 0.61 --schedule-free-warmup-iters 9"
-OWN_FLAGS = {
+OPTIONS_OF = {
     "sgd": "--sgd-momentum 0.4",
     "lion": "--lion-beta1 0.6 --lion-beta2 0.5",
     "muon": "--muon-momentum 0.3 --muon-num-ns-steps 7 --muon-adjust-lr-fn original",
@@ -148,7 +148,7 @@ def test_every_optimizer_gets_its_options(name: str, rule: type, reached: dict[s
         "adam-eps": 1e-5,
         "weight-decay": 0.25,
     }
-    own = "--optimizer-state-dtype bf16 " * (rule not in IN_FP32) + OWN_FLAGS.get(name, "")
+    own = "--optimizer-state-dtype bf16 " * (rule not in IN_FP32) + OPTIONS_OF.get(name, "")
     words = [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
     config = load([*words, *own.split()]).config.optimizer
     optimizer = optimizer_of(config.optimizer).build(param_groups(moe(), config))
@@ -195,7 +195,7 @@ def test_matrix_optimizers_get_their_options_and_adamw_gets_adams(words: str, re
     + [f"pytorch_optimizer:{name}" for name in ("Adan", "Tiger", "signsgd")],
 )
 def test_every_optimizer_keeps_the_states_that_the_planner_counts(name: str) -> None:
-    words = f"--optimizer {name} {OWN_FLAGS.get(name, '')}".replace("eps=1e-6 betas=[0.5,0.6]", "").split()
+    words = f"--optimizer {name} {OPTIONS_OF.get(name, '')}".replace("eps=1e-6 betas=[0.5,0.6]", "").split()
     config = load(words).config.optimizer
     counted = library_states(config.optimizer) if config.optimizer.is_of_library else config.optimizer.num_states
     optimizer = build_optimizer(moe(), config)
