@@ -7,21 +7,19 @@ process, which has imported everything, so that an attempt takes no seconds of i
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any
 
 from tests.helpers import _CONTEXT, _program
 from tests.integration.conftest import environment
+from tests.integration.launched_run import LaunchedRun
 
 MPIEXEC = """#!{python}
 import os, signal, sys
@@ -38,7 +36,7 @@ sys.exit(answer)
 """
 
 
-class ImitatedCluster:
+class ImitatedCluster(LaunchedRun):
     """The nodes, and one launch on them; a context manager.
 
     Args:
@@ -48,7 +46,8 @@ class ImitatedCluster:
     """
 
     def __init__(self, folder: Path, hosts: list[str], run_dir: Path) -> None:
-        self.folder, self.run_dir, self.log = folder, run_dir, folder / "log"
+        super().__init__(run_dir, folder / "log")
+        self.folder = folder
         self.attempts: list[list[str]] = []  # nodes of each
         self._ranks: dict[str, list[Any]] = {}
         self._messages: list[str] = []
@@ -77,17 +76,6 @@ class ImitatedCluster:
         for rank in [rank for ranks in self._ranks.values() for rank in ranks]:
             rank.kill()
         self._listener.close()
-
-    def steps(self) -> list[dict[str, float]]:
-        path = self.run_dir / "metrics.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("}")]
-
-    def wait_until(self, condition: Callable[[], bool], seconds: float = 90.0) -> None:
-        deadline = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < deadline and self.process.poll() is None, self.log.read_text()[-4000:]
-            time.sleep(0.005)
 
     def lose(self, host: str) -> None:
         """Kills the node's ranks, takes its memory, and has mpiexec say so."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -14,15 +13,16 @@ from pathlib import Path
 import pytest
 
 from tests.integration.conftest import TINY, environment
+from tests.integration.launched_run import LaunchedRun
 
 TRAIN = [*TINY, "--train-iters", "100000", "--eval-interval", "0", "--save-interval", "10", "--log-interval", "1000"]
 
 
-class Launched:
+class Launched(LaunchedRun):
     """A launcher in a process of its own, and the ranks under it."""
 
     def __init__(self, run_dir: Path, tokens: Path, *words: str) -> None:
-        self.run_dir, self.log = run_dir, run_dir.parent / "log"
+        super().__init__(run_dir, run_dir.parent / "log")
         command = [sys.executable, "-m", "megatron.optimus.launch", "--nproc-per-node", "2", *TRAIN, *words]
         command += ["--data-path", str(tokens), "--run-dir", str(run_dir)]
         with self.log.open("wb") as file:
@@ -40,17 +40,6 @@ class Launched:
             for folder in Path("/dev/shm").glob("optimus-launch-*/memory")
             if any(os.readlink(link).startswith(held) for link in folder.glob("rank-*"))
         ]
-
-    def steps(self) -> list[dict[str, float]]:
-        path = self.run_dir / "metrics.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("}")]
-
-    def wait_until(self, condition: Callable[[], bool], seconds: float = 90.0) -> None:
-        deadline = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < deadline, self.log.read_text()[-3000:]
-            time.sleep(0.02)
 
     def wait_for_new_start(self, after: float) -> None:
         """Waits until a start after this time of day has done its first step and a few more."""
