@@ -99,8 +99,7 @@ class _RmsNorm(torch.autograd.Function):
         from megatron.optimus.ops.triton import norm
 
         x, weight_W = ctx.saved_tensors
-        rows = (t.reshape(-1, len(weight_W)).contiguous() for t in (x, grad))
-        x_NW, grad_NW = rows
+        x_NW, grad_NW = (t.reshape(-1, len(weight_W)).contiguous() for t in (x, grad))
         dx, dweight = norm.rms_norm_backward(x_NW, weight_W, grad_NW, ctx.eps)
         return dx.view(x.shape), dweight, None
 
