@@ -536,9 +536,10 @@ def qk_clip_reaches_logits(config: RunConfig, world_size: int) -> str | None:
         return None
     if model.qk_layernorm or model.clip_qkv is not None:
         what = "qk_layernorm" if model.qk_layernorm else f"clip_qkv={model.clip_qkv}"
+        remedy = "--no-qk-layernorm" if model.qk_layernorm else "a model without clip_qkv"
         return (
             f"qk_clip_threshold={threshold} with {what}, which bounds logits already and does not follow the scale of "
-            f"the projections; use qk_clip_threshold=0, or leave {what.partition('=')[0]} out"
+            f"the projections; use qk_clip_threshold=0, or {remedy}"
         )
     if family_of(model).attention != Family.attention:
         return f"qk_clip_threshold={threshold} knows the decoder's own attention only, not that of {model.model_family}"
