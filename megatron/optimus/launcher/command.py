@@ -14,6 +14,12 @@ from megatron.optimus.platform.environment import AGENT_VARIABLES, RENDEZVOUS_TO
 
 PROGRAM = "megatron.optimus.pretrain"
 AGENT = "megatron.optimus.launcher.node_agent"
+_WITHOUT_MPI = {  # oneCCL, where no mpiexec has started the ranks; its own default for those with a number
+    "CCL_ATL_TRANSPORT": "ofi",
+    "CCL_PROCESS_LAUNCHER": "none",
+    "CCL_KVS_MODE": "pmi",
+    "CCL_KVS_USE_MPI_RANKS": "0",
+}
 RENDEZVOUS_REASONS = {  # the reason for each variable that every run needs
     "WORLD_SIZE": "not every launch method tells a rank how many there are",
     "MASTER_ADDR": "where rank 0 listens: the first node, by its name on the fast network, or this machine alone",
@@ -97,7 +103,7 @@ class Launch:
             return f"--launcher={self.method.value} has agents of its own"
         if not self.hosts:
             return "there is no job whose nodes are known"
-        for name, without in (("CCL_ATL_TRANSPORT", "ofi"), ("CCL_PROCESS_LAUNCHER", "none")):
+        for name, without in _WITHOUT_MPI.items():
             value = self.settings[name].value if name in self.settings else env.get(name, without)
             if value != without:
                 return f"{name}={value} needs ranks that mpiexec has started; {without} does not"

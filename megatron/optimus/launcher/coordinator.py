@@ -118,6 +118,8 @@ class Coordinator:
     def start_agents(self, hosts: Sequence[str]) -> None:
         """Has the keeper start agents on these nodes."""
         self._starters.append((list(hosts), None))
+        for host in hosts:
+            self._agents.pop(host, None)  # that was lost there
         self._order({"start": list(hosts)})
 
     def _order(self, request: dict[str, Any]) -> None:
@@ -261,7 +263,7 @@ class Coordinator:
         journal = {**to_keep, "start": start, "metrics_size": steps.size, "has_begun": has_begun}
         self._order({"journal": journal})
         self._lines.clear()
-        attempt = _Attempt(list(hosts), start, _TAKE_OVER_SECONDS if has_begun else _RECONNECT_SECONDS)
+        attempt = _Attempt(list(hosts), start)
         if not has_begun and (failed := self._wait_for_agents(attempt)) is not None:
             return failed
         self._order({"journal": {**journal, "has_begun": True}})
@@ -356,9 +358,9 @@ class Coordinator:
         now, lost = time.monotonic(), {}
         for host in attempt.hosts:
             agent = self._agents.get(host)
-            if agent is None and now - self._began > attempt.patience:
+            if agent is None and now - self._began > _TAKE_OVER_SECONDS:
                 lost[host] = "its agent did not come back"
-            elif agent is not None and agent.link is None and (agent.why or now - agent.gone > attempt.patience):
+            elif agent is not None and agent.link is None and (agent.why or now - agent.gone > _RECONNECT_SECONDS):
                 lost[host] = agent.why or "its agent is gone"
         return lost
 
@@ -378,12 +380,11 @@ class Coordinator:
         """Asks all agents what their ranks do; returns a line about the one that hangs, and its number."""
         folder = new_stacks_folder(Path(attempt.start["stacks"]))
         agents = [self._agents[host] for host in attempt.hosts if host in self._agents]
-        for agent in agents:
-            agent.facts = None
-            agent.send({"stacks": str(folder)})
-        deadline = time.monotonic() + _STACKS_SECONDS
-        while any(agent.facts is None for agent in agents) and time.monotonic() < deadline:
-            self._turn()
+        for asked in ([one for one in agents if not one.is_stopped], [one for one in agents if one.is_stopped]):
+            for agent in asked:  # a stopped rank writes its stack when it goes on, and then the others do too
+                agent.facts = None
+                agent.send({"stacks": str(folder)})
+            self._wait(lambda asked=asked: all(one.facts is not None for one in asked), _STACKS_SECONDS)
         facts = [one for agent in agents for one in agent.facts or []]
         if not facts:
             return "ranks hang, and no agent tells what they do", 0
@@ -461,7 +462,6 @@ class _Attempt:
 
     hosts: list[str]
     start: dict[str, Any]
-    patience: float  # seconds for an agent that is gone to come back
     started: set[str] = field(default_factory=set)  # nodes whose agent was told to start it
     signals: list[int] = field(default_factory=list)  # that the launcher received
     grows: bool = False  # the ranks were asked to leave as more nodes can be used
