@@ -44,6 +44,7 @@ sys.path.insert(0, str(ROOT))  # run from a checkout, without installation
 
 from provenance import commit  # noqa: E402
 
+from megatron.optimus.commands.drill_faults import children, ranks_of  # noqa: E402
 from megatron.optimus.data.indexed import IndexedDatasetWriter  # noqa: E402
 
 TINY = "--preset mula-tiny --num-layers 2 --hidden-size 64 --num-attention-heads 4 --moe-ffn-hidden-size 64".split()
@@ -171,17 +172,6 @@ def measure(folder: Path, words: list[str], memory: str, args: argparse.Namespac
     about = {"memory_checkpoint_interval": memory, "step_s": step_s, "stall_s": sum(stalls) / len(stalls)}
     medians = {key: statistics.median(one[key] for one in kills) for key in ("seconds", "lost_steps") if kills}
     return {**about, "chosen": chosen, "median": medians, "kills": kills}
-
-
-def children(pid: int) -> list[int]:
-    """Processes that this one has started."""
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def ranks_of(launcher: int) -> list[int]:
-    """The ranks: children of the launcher's fork server, or on an accelerator its own."""
-    own = children(launcher)
-    return [rank for server in own for rank in children(server)] or own
 
 
 def main() -> int:

@@ -53,6 +53,8 @@ MODELS = {
     "--ffn-hidden-size 2048 --qk-layernorm-scope head --global-batch-size 128",
     "tiny": "--seq-length 128 --vocab-size 32000 --hidden-size 64 --num-attention-heads 2 --num-layers 2 "
     "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 --qk-layernorm-scope head --global-batch-size 8",
+    "tiny-dense": "--seq-length 128 --vocab-size 32000 --hidden-size 64 --num-attention-heads 2 --num-layers 2 "
+    "--ffn-hidden-size 128 --qk-layernorm-scope head --global-batch-size 8",
 }
 MICRO_BATCHES = {"ours": 64, "transformers": 16, "torchtitan": 32}
 OURS = {

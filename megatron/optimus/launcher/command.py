@@ -12,9 +12,10 @@ from megatron.optimus.config.schema import ConfigError
 from megatron.optimus.launcher.cluster import GENERIC, Allocation, BatchSystem, Setting, System
 from megatron.optimus.platform.environment import AGENT_VARIABLES, RENDEZVOUS_TOKEN
 
-PROGRAM = "megatron.optimus.pretrain"
-AGENT = "megatron.optimus.launcher.node_agent"
-_WITHOUT_MPI = {  # oneCCL, where no mpiexec has started the ranks; its own default for those with a number
+PROGRAM = "megatron.optimus.pretrain"  # what a rank runs
+FORK_SERVER = "megatron.optimus.launcher.forkserver"  # what ranks are forked from, where there is an agent
+AGENT = "megatron.optimus.launcher.node_agent"  # one a node
+_WITHOUT_MPI = {  # oneCCL, where no mpiexec has started the ranks; the values that it needs then
     "CCL_ATL_TRANSPORT": "ofi",
     "CCL_PROCESS_LAUNCHER": "none",
     "CCL_KVS_MODE": "pmi",
