@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -380,11 +381,13 @@ class Coordinator:
         """Asks all agents what their ranks do; returns a line about the one that hangs, and its number."""
         folder = new_stacks_folder(Path(attempt.start["stacks"]))
         agents = [self._agents[host] for host in attempt.hosts if host in self._agents]
-        for asked in ([one for one in agents if not one.is_stopped], [one for one in agents if one.is_stopped]):
-            for agent in asked:  # a stopped rank writes its stack when it goes on, and then the others do too
-                agent.facts = None
+        for agent in agents:
+            agent.facts = None
+        for is_stopped in (False, True):  # a stopped rank writes its stack when it goes on, and then the others do too
+            asked = [agent for agent in agents if agent.is_stopped == is_stopped]
+            for agent in asked:
                 agent.send({"stacks": str(folder)})
-            self._wait(lambda asked=asked: all(one.facts is not None for one in asked), _STACKS_SECONDS)
+            self._wait(partial(_have_answered, asked), _STACKS_SECONDS)
         facts = [one for agent in agents for one in agent.facts or []]
         if not facts:
             return "ranks hang, and no agent tells what they do", 0
@@ -454,6 +457,10 @@ class Coordinator:
         deadline = time.monotonic() + seconds
         while not condition() and time.monotonic() < deadline:
             self._turn()
+
+
+def _have_answered(agents: Sequence[Agent]) -> bool:
+    return all(agent.facts is not None for agent in agents)
 
 
 @dataclass
