@@ -1,7 +1,8 @@
 """The command ``optimus launch``: starts the ranks of ``optimus pretrain``.
 
-On one machine it starts the ranks itself; in a PBS or SLURM job it builds the mpiexec or srun command line from the
-scheduler's variables. ``--dry-run`` prints the command, its environment and the run's configuration, on any machine.
+On one machine it starts the ranks itself. In a PBS or SLURM job it builds the mpiexec or srun command line from the
+scheduler's variables; with restarts that starts an agent on each node, and the agents start the ranks. ``--dry-run``
+prints the command, its environment and the run's configuration, on any machine.
 """
 
 from __future__ import annotations
@@ -382,10 +383,8 @@ def _parser() -> Parser:
     result.add_argument("--max-restarts", type=whole_number(0), metavar="N", default=0, help=restarts)
     fewest = "go on with as few nodes where one is lost and no spare is left; needs --max-restarts (default: --nodes)"
     result.add_argument("--min-nodes", type=whole, metavar="N", help=fewest)
-    stall = (
-        "seconds without progress, on several nodes without output, after the first step, after which the ranks are "
-    )
-    stall += "stopped; 0: never (default: learned from the steps on one machine, never on several)"
+    stall = "seconds without progress, or on several nodes without agents without output, after the first step, after "
+    stall += "which the ranks are stopped; 0: never (default: learned from the steps; without agents never)"
     result.add_argument("--stall-timeout", type=whole_number(0), metavar="SECONDS", help=stall)
     preflight = "check devices, links, folder and versions first; bad nodes are exchanged for spares"
     result.add_argument("--preflight", action="store_true", help=preflight)
