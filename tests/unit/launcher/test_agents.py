@@ -212,19 +212,25 @@ def test_a_rank_that_ends_is_no_evidence_against_its_node(job: Callable[[int], J
 def test_ranks_wait_for_one_that_has_time_left_and_then_it_is_named(job: Callable[[int], Job], caplog: Any) -> None:
     """Rank 2 is late but not behind; the run hangs when rank 1, which is, is late too."""
     one = job(3)
-    one.agent(0, does(None, fewest=5, late=False))
+    is_late, asked_early = threading.Event(), list[dict[str, Any]]()
+
+    def notes_questions(link: wire.AgentLink, message: dict[str, Any]) -> None:
+        asked_early.extend([message] if "stacks" in message and not is_late.is_set() else [])
+        does(None, fewest=5, late=False)(link, message)
+
+    one.agent(0, notes_questions)
     one.agent(2, does(None, fewest=2, late=True))
-    began = time.monotonic()
 
     def is_late_later(link: wire.AgentLink, message: dict[str, Any]) -> None:
         does(None, fewest=1, late=False)(link, message)
         if "start" in message:
             time.sleep(0.6)
+            is_late.set()
             link.send({"attempt": 1, "fewest": 1, "late": True, "stopped": False})
 
     one.agent(1, is_late_later)
     result = one.run()
-    assert time.monotonic() - began > 0.6
+    assert asked_early == []
     assert (result.code, result.where, result.lost) == (STALLED, "x1", {})
     assert "rank 1 (process 1 on node x1): without progress; the other ranks wait in all_reduce" in caplog.text
 
