@@ -64,6 +64,7 @@ class Agent:
     attempt: int = -1  # that it runs or ran last; -1: it has not told
     codes: list[int | None] = field(default_factory=list)  # of its ranks; None while one runs
     memory_step: int = -1
+    has_looked: bool = False  # at its ranks, in this attempt: the next three are known
     fewest: int | None = None  # hangs.Look
     is_late: bool = False
     is_stopped: bool = False
@@ -218,6 +219,7 @@ class Coordinator:
             return  # of an attempt that is over
         if "fewest" in message:
             agent.fewest, agent.is_late, agent.is_stopped = message["fewest"], message["late"], message["stopped"]
+            agent.has_looked = True
         if "facts" in message:
             agent.facts = [RankFacts(**{**one, "node": agent.host}) for one in message["facts"]]
 
@@ -336,7 +338,7 @@ class Coordinator:
             if agent is None or agent.link is None or agent.attempt in (-1, attempt.number):
                 continue
             agent.attempt, agent.codes = attempt.number, [None] * attempt.per_node
-            agent.fewest, agent.is_late, agent.is_stopped, agent.facts = None, False, False, None
+            agent.has_looked, agent.is_late, agent.is_stopped = False, False, False
             if host in attempt.started:  # another agent came there, or this one never heard of it
                 agent.codes = [-signal.SIGKILL] * attempt.per_node
             else:
@@ -373,6 +375,8 @@ class Coordinator:
     def _hangs(self, attempt: _Attempt) -> bool:
         """Whether a rank is stopped, or all that have done the least are late; the others wait for them."""
         agents = [self._agents[host] for host in attempt.hosts if host in self._agents]
+        if len(agents) < len(attempt.hosts) or not all(agent.has_looked for agent in agents):
+            return any(agent.is_stopped for agent in agents)  # who is behind is not known
         counts = [agent.fewest for agent in agents if agent.fewest is not None]
         behind = [agent for agent in agents if counts and agent.fewest == min(counts)]
         return any(agent.is_stopped for agent in agents) or bool(behind and all(agent.is_late for agent in behind))
