@@ -262,8 +262,11 @@ def _run_with_agents(
 ) -> int:
     """Runs the launch with an agent on each node."""
     device, metrics = config.parallel.device.value, Path(config.logging.run_dir) / FILE_NAME
+    this = environment.short_host_name()
+    others = [host for host in [*nodes.hosts, *nodes.spares] if host.split(".", maxsplit=1)[0] != this]
     try:
-        listener = wire.listen(env.get(environment.LAUNCH_ADDRESS, ""), launch.network_name(nodes.hosts[-1]))
+        peer = launch.network_name((others or nodes.hosts)[0])
+        listener = wire.listen(env.get(environment.LAUNCH_ADDRESS, ""), peer)
     except OSError as error:
         print_error(
             ConfigError(

@@ -52,6 +52,26 @@ class LaunchProgress:
     numeric: int = 0  # that ended with a numeric error
     step_before: int | None = None  # newest checkpoint before the attempt in hand; None: none is
 
+    def why_not_again(self, code: int, step: int, save_interval: int) -> str:
+        """Returns why a further attempt would be useless, "" where it is not.
+
+        Args:
+            code: exit code of the last attempt.
+            step: of the newest checkpoint before it; -1 without one.
+            save_interval: of the run.
+        """
+        if self.without_step == _MOST_WITHOUT_STEP:
+            return f"two attempts in a row ended with code {code} before the first step"
+        if self.numeric == _MOST_NUMERIC:
+            return "two attempts ended with the same numeric error since the newest checkpoint"
+        if self.without_save == _MOST_WITHOUT_SAVE:
+            found = f"checkpoint after that of step {step}" if step >= 0 else "first checkpoint"
+            return (
+                f"{self.without_save} attempts in a row ended before the {found}, with save_interval={save_interval}; "
+                "choose a smaller --save-interval"
+            )
+        return ""
+
 
 @dataclass(frozen=True)
 class AttemptResult:
@@ -110,18 +130,7 @@ def run_with_restarts(
         now.without_step = 0 if outcome.has_trained else now.without_step + 1
         now.without_save += 1
         now.numeric = now.numeric + 1 if outcome.code == NUMERIC_ERROR else 0
-        reason = ""
-        if now.without_step == _MOST_WITHOUT_STEP:
-            reason = f"two attempts in a row ended with code {outcome.code} before the first step"
-        elif now.numeric == _MOST_NUMERIC:
-            reason = "two attempts ended with the same numeric error since the newest checkpoint"
-        elif now.without_save == _MOST_WITHOUT_SAVE:
-            found = f"checkpoint after that of step {before}" if before >= 0 else "first checkpoint"
-            reason = (
-                f"{now.without_save} attempts in a row ended before the {found}, with save_interval={save_interval}; "
-                "choose a smaller --save-interval"
-            )
-        if reason:
+        if reason := now.why_not_again(outcome.code, before, save_interval):
             logger.error("%s: not started again", reason)
             return outcome.code
         now.attempt += 1

@@ -294,6 +294,11 @@ def node_name() -> str:
     return f"{socket.gethostname()} {boot_id()}"
 
 
+def short_host_name() -> str:
+    """Returns the name of this machine without its domain."""
+    return socket.gethostname().split(".", maxsplit=1)[0]
+
+
 def boot_id() -> str:
     """Returns the boot id of the running kernel; empty where there is none."""
     try:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from megatron.optimus import launch
 from megatron.optimus.config.schema import ConfigError
 from megatron.optimus.launcher import coordinator as coordinators
 from megatron.optimus.launcher import wire
@@ -272,9 +273,9 @@ def test_one_agent_a_node_with_all_its_cores() -> None:
         (PBS, LaunchOptions(mpi=Mpi.MPICH), "-genvall -n 3 -ppn 1 -f F -disable-auto-cleanup"),
         (SLURM, LaunchOptions(), "--nodes 3 --ntasks 3 --ntasks-per-node 1 --kill-on-bad-exit=0 --no-kill --overlap"),
     ):
-        launch = build_launch(allocation, replace(options, nproc_per_node=2), [], {})
-        assert launch.why_no_agents({}) == ""
-        words = launch.agent_command(allocation.hosts, "F", "cpu")
+        started = build_launch(allocation, replace(options, nproc_per_node=2), [], {})
+        assert started.why_no_agents({}) == ""
+        words = started.agent_command(allocation.hosts, "F", "cpu")
         assert expected in " ".join(words)
         assert words[-4:] == [sys.executable, "-m", "megatron.optimus.launcher.node_agent", "cpu"]
     words = build_launch(PBS, LaunchOptions(nproc_per_node=2, mpi=Mpi.OPENMPI), [], {}).agent_command(
@@ -289,9 +290,9 @@ def test_where_mpiexec_itself_has_to_start_the_ranks() -> None:
     assert "CCL_ATL_TRANSPORT=mpi needs ranks that mpiexec has started" in aurora.why_no_agents({})
     own = {"CCL_ATL_TRANSPORT": "ofi", "CCL_PROCESS_LAUNCHER": "none", "CCL_KVS_MODE": "pmi"}
     own |= {"CCL_KVS_USE_MPI_RANKS": "0"}
-    launch = build_launch(PBS, LaunchOptions(system=AURORA), [], own)
-    assert launch.why_no_agents(own) == ""
-    assert launch.agent_cores()[:2] == [[2, 3, 4], [10, 11, 12]] and len(launch.agent_cores()) == 12
+    without = build_launch(PBS, LaunchOptions(system=AURORA), [], own)
+    assert without.why_no_agents(own) == ""
+    assert without.agent_cores()[:2] == [[2, 3, 4], [10, 11, 12]] and len(without.agent_cores()) == 12
     bound = build_launch(PBS, LaunchOptions(nproc_per_node=2, cpu_bind="depth"), [], {})
     assert "--cpu-bind=depth is for mpiexec" in bound.why_no_agents({})
     assert build_launch(SLURM, LaunchOptions(nproc_per_node=2, method=LaunchMethod.TORCHRUN), [], {}).why_no_agents({})
@@ -339,6 +340,27 @@ def test_ranks_are_bound_to_their_cores(tmp_path: Path) -> None:
         agent.start([{**os.environ, "RANK": "0"}], [[core]])
         assert agent.ranks[0].wait(30) == 0
     assert (tmp_path / "core").read_text() == f"{{{core}}}"
+
+
+def test_nodes_whose_names_have_no_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "nodes").write_text("x1.invalid\nx2.invalid\n")
+    (tmp_path / "mpiexec").write_text("#!/bin/false\n")
+    (tmp_path / "mpiexec").chmod(0o755)
+    monkeypatch.setenv("PBS_NODEFILE", str(tmp_path / "nodes"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    words = ["--nproc-per-node", "1", "--max-restarts", "1", "--preset", "mula-tiny", "--data-path", "corpus"]
+    assert launch.main([*words, "--run-dir", str(tmp_path / "run")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: no address at which the other nodes can reach this one: ")
+    assert "export OPTIMUS_LAUNCH_ADDRESS=" in error
+    assert launch.main([*words, "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert (
+        "mpiexec -genvall -n 2 -ppn 1 -f HOSTFILE -disable-auto-cleanup python -m megatron.optimus.launcher." in shown
+    )
+    assert "# once, on spare nodes too; these agents start the ranks:\npython -m megatron.optimus.pretrain" in shown
 
 
 def test_without_a_job_an_agent_says_so() -> None:
