@@ -5,8 +5,8 @@
 
 Every case is the training program's own Trainer and loop for a few steps on random tokens. Two things differ: weights
 are drawn on the device (on the host it takes minutes), and nothing is saved. ``peak`` is the device allocator's largest
-count of live bytes from before the model is built to the end of the last step. A further step then says what each part
-of a layer keeps. Cases of one rank share the machine: one runs on each GPU.
+count of live bytes from before the model is built to the end of the last step. Cases of one rank share the machine: one
+runs on each GPU. Those named host have so few tokens that a step takes as long as its host.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ import torch.multiprocessing as mp
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, without installation
 
 from device_check import require_device
+from time_to_loss import MODELS
 from weights_on_device import draw_on_device
 
 from megatron.optimus.config.load import load
@@ -43,6 +44,7 @@ OLDER_PEAKS = {"20b-2l-int8"}
 
 B1, B7, B20 = "--preset mula-1b", "--preset mula-7b-a1b", "--preset mula-20b-a2b"
 WIDE = "--preset mula-100b-a7b --num-layers 1"
+HOST = f"{B7} --num-layers 4 --seq-length 128 --micro-batch-size 1 --global-batch-size"
 SOLO = {
     "1b": f"{B1} --seq-length 4096 --micro-batch-size 4",
     "7b-4l": f"{B7} --num-layers 4 --seq-length 4096 --micro-batch-size 4",
@@ -57,6 +59,10 @@ SOLO = {
     "100b-1l-moe": f"{WIDE} --micro-batch-size 2 --recompute-modules moe",
     "7b-2l-muon": f"{B7} --num-layers 2 --micro-batch-size 2 --optimizer muon",
     "1b-first-half": f"{B1} --micro-batch-size 4 --recompute-modules moe attention --recompute-num-layers 8",
+    "720m": f"{MODELS['moe-720m']} --micro-batch-size 64",
+    "720m-4": f"{MODELS['moe-720m']} --micro-batch-size 32",
+    "7b-4l-host-2": f"{HOST} 2",
+    "7b-4l-host-10": f"{HOST} 10",
 }
 PAIR = {
     "7b-4l-dp2": f"{B7} --num-layers 4 --seq-length 4096 --micro-batch-size 4",
@@ -156,48 +162,9 @@ def run_case(words: list[str], rank: int, ranks: int, device: torch.device) -> d
         result["reserved_peak_bytes"] = module.max_memory_reserved(device)
         free, total = module.mem_get_info(device)
         result["outside_bytes"] = total - free - module.memory_reserved(device)
-        result["parts"] = watch_parts(trainer, device)
     trainer.close()
     trainer.engine.destroy()
     return result
-
-
-def watch_parts(trainer: Any, device: torch.device) -> dict[str, list[float]]:
-    """Of a step: for each part of the last layer, what its forward left behind, and its peak above where it began."""
-    from megatron.optimus.platform.signals import StopRequest
-
-    found: dict[str, list[float]] = {}
-    starts: dict[str, int] = {}
-    hooks = []
-
-    def watch(name: str, module: torch.nn.Module) -> None:
-        def before(*_: Any) -> None:
-            starts[name] = devices.memory_allocated(device)
-            devices.reset_peak_memory(device)
-
-        def after(*_: Any) -> None:
-            now = devices.memory_allocated(device)
-            found[name] = [now - starts[name], devices.peak_memory(device) - starts[name]]
-            devices.reset_peak_memory(device)
-
-        hooks.append(module.register_forward_pre_hook(before))
-        hooks.append(module.register_forward_hook(after))
-
-    model = trainer.engine.module
-    block = list(model.layers.children())[-1]
-    for name, child in block.named_children():
-        watch(name, child)
-    if block.is_moe:
-        watch("router", block.moe.router)
-        watch("experts", block.moe.experts)
-    if model.lm_head is not None:
-        watch("lm_head", model.lm_head)
-    batches = [batch.to(device) for batch in trainer.data.train.batch(trainer.consumed_samples)]
-    trainer._queue_step(batches, StopRequest())
-    found["after_last_part"] = [0, devices.peak_memory(device)]
-    for hook in hooks:
-        hook.remove()
-    return found
 
 
 def worker(index: int, ranks: int, cases: dict[str, str], args: argparse.Namespace, folder: str, queue: Any) -> None:
@@ -287,7 +254,7 @@ def measure(args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         with IndexedDatasetWriter(f"{folder}/random", np.uint16) as writer:
             generator = np.random.default_rng(0)
-            top = 4096 if args.device == "cpu" else 50304
+            top = 4096 if args.device == "cpu" else 32000  # the smallest vocabulary
             writer.add_document(generator.integers(0, top, 2_000_000, dtype=np.uint16))
         names = list(solo)
         groups = min(gpus, 2)
