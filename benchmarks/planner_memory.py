@@ -30,6 +30,7 @@ import torch.multiprocessing as mp
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, without installation
 
 from device_check import require_device
+from provenance import commit
 from time_to_loss import MODELS
 from weights_on_device import draw_on_device
 
@@ -44,7 +45,7 @@ OLDER_PEAKS = {"20b-2l-int8"}
 
 B1, B7, B20 = "--preset mula-1b", "--preset mula-7b-a1b", "--preset mula-20b-a2b"
 WIDE = "--preset mula-100b-a7b --num-layers 1"
-HOST = f"{B7} --num-layers 4 --seq-length 128 --micro-batch-size 1 --global-batch-size"
+HOST = "--seq-length 128 --micro-batch-size 1 --global-batch-size"
 SOLO = {
     "1b": f"{B1} --seq-length 4096 --micro-batch-size 4",
     "7b-4l": f"{B7} --num-layers 4 --seq-length 4096 --micro-batch-size 4",
@@ -61,8 +62,10 @@ SOLO = {
     "1b-first-half": f"{B1} --micro-batch-size 4 --recompute-modules moe attention --recompute-num-layers 8",
     "720m": f"{MODELS['moe-720m']} --micro-batch-size 64",
     "720m-4": f"{MODELS['moe-720m']} --micro-batch-size 32",
-    "7b-4l-host-2": f"{HOST} 2",
-    "7b-4l-host-10": f"{HOST} 10",
+    "7b-4l-host-2": f"{B7} --num-layers 4 {HOST} 2",
+    "7b-4l-host-10": f"{B7} --num-layers 4 {HOST} 10",
+    "1b-8l-host-2": f"{B1} --num-layers 8 {HOST} 2",
+    "1b-8l-host-10": f"{B1} --num-layers 8 {HOST} 10",
 }
 PAIR = {
     "7b-4l-dp2": f"{B7} --num-layers 4 --seq-length 4096 --micro-batch-size 4",
@@ -239,7 +242,7 @@ RESULTS: dict[tuple[str, int], dict[str, Any]] = {}
 def save(results: list[dict[str, Any]], args: argparse.Namespace, *, append: bool) -> None:
     RESULTS.update({(result["case"], result["rank"]): result for result in results})
     name = devices.device_name(torch.device(args.device))
-    about = {"device": name, "torch": torch.__version__, "steps": STEPS}
+    about = {"device": name, "torch": torch.__version__, "steps": STEPS, "commit": commit()}
     body = {"about": about, "results": list(RESULTS.values())}
     Path(f"{args.out}.json").write_text(json.dumps(body, indent=1) + "\n")
 
@@ -268,12 +271,16 @@ def measure(args: argparse.Namespace) -> None:
 
 def compare(path: Path) -> bool:
     """Prints the table; whether every peak is within LIMIT."""
+    from planner_steps import SEPARATE_NORMS
+
     from megatron.optimus.config.rank_plan import rank_plans
     from megatron.optimus.planner.hardware import H200
     from megatron.optimus.planner.memory import memory_of
     from megatron.optimus.planner.step_time import step_time
 
-    results = json.loads(path.read_text())["results"]
+    raw = json.loads(path.read_text())
+    results = raw["results"]
+    machine = H200 if "commit" in raw["about"] else SEPARATE_NORMS  # which the older program's files lack
     good = True
     print("| case | rank | peak, GiB | predicted | error | peak at | step, ms | predicted | error |")
     print("|---|---|---|---|---|---|---|---|---|")
@@ -281,15 +288,15 @@ def compare(path: Path) -> bool:
         if "error" in result:
             print(f"| {result['case']} | {result['rank']} | {result['error'].strip().splitlines()[-1][:80]} |")
             continue
-        if result["case"] in OLDER_PEAKS:
+        if result["case"] in OLDER_PEAKS or "-host-" in result["case"]:
             continue
         config = load(words_of(result["command"], result["ranks"], "auto", "x")).config
         members = rank_plans(config, result["ranks"])
-        memory = memory_of(members[result["rank"] // (result["ranks"] // len(members))])
+        memory = memory_of(members[result["rank"] // (result["ranks"] // len(members))], machine.kernels)
         error = memory.peak / result["peak_bytes"] - 1
         good &= abs(error) <= LIMIT
         step = statistics.median(result["step_s"][2:])
-        predicted = step_time(members, H200).total
+        predicted = step_time(members, machine).total
         print(
             f"| {result['case']} | {result['rank']} | {result['peak_bytes'] / 2**30:.2f} | {memory.peak / 2**30:.2f} "
             f"| {100 * error:+.1f}% | {memory.worst.name} | {step * 1e3:.1f} | {predicted * 1e3:.1f} "
