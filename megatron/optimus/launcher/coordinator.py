@@ -49,7 +49,7 @@ _STRANGER_SECONDS = 10.0  # to answer the challenge
 _START_SECONDS = 600.0  # for the first agent: thousands of interpreters read a shared file system
 _LATER_SECONDS = 120.0  # for the next one, once some are there
 _STARTER_SECONDS = 3.0  # until an mpiexec that takes all its agents with it has ended
-_STACKS_SECONDS = 5.0
+_STACKS_SECONDS = 8.0
 _END_SECONDS = 20.0  # for ranks that were killed
 _LAST_LINES_SECONDS = 0.5  # for the line that says what was wrong to arrive through mpiexec
 
@@ -390,6 +390,7 @@ class Coordinator:
         for is_stopped in (False, True):  # a stopped rank writes its stack when it goes on, and then the others do too
             asked = [agent for agent in agents if agent.is_stopped == is_stopped]
             for agent in asked:
+                agent.heard = time.monotonic() + _STACKS_SECONDS  # it says nothing else meanwhile
                 agent.send({"stacks": str(folder)})
             self._wait(partial(_have_answered, asked), _STACKS_SECONDS)
         facts = [one for agent in agents for one in agent.facts or []]

@@ -165,6 +165,7 @@ class NodeAgent:
         elif "stacks" in message and self._watch is not None:
             pids = [process.pid for process in self._local.ranks]
             facts = self._watch.facts(pids, Path(message["stacks"]))
+            self._signal_ranks(signal.SIGSTOP)  # they will be killed, and shall not go on with those of other nodes
             self._send({"attempt": self._asked.attempt, "facts": [asdict(one) for one in facts]})
         elif "leave" in message:
             self._signal_ranks(signal.SIGKILL)
