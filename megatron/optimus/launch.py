@@ -275,7 +275,7 @@ def _run_with_agents(
             )
         )
         return 2
-    token, (address, port) = secrets.token_hex(32), listener.getsockname()[:2]
+    token, name, (address, port) = secrets.token_hex(32), secrets.token_hex(8), listener.getsockname()[:2]
     memory = memory_slots.shared_folder(secrets.token_hex(8)) if _has_memory(request, config) else ""
 
     def start(hosts: Sequence[str], number: int) -> tuple[list[str], dict[str, str]]:
@@ -290,6 +290,7 @@ def _run_with_agents(
         attempt = replace(launch, num_nodes=len(hosts), port=environment.rendezvous_port())
         variables = {environment.RENDEZVOUS_TOKEN: secrets.token_hex(16), **attempt.environment(hosts)}
         variables |= {environment.MEMORY_FOLDER: memory} if memory else {}
+        variables[environment.ATTEMPT] = f"{name}:{number}"
         argv = [*request.options, *(() if elastic is None else elastic.options(len(hosts)))]
         stacks = "" if request.stall_seconds == 0 else str(Path(config.logging.run_dir).absolute() / "stacks")
         unseen = 60.0 * config.parallel.distributed_timeout_minutes

@@ -3,9 +3,9 @@
     sudo python -m tests.campaigns.link_cut
 
 Needs root and Linux's `ip`: each of three nodes is a network namespace of this machine, joined by a bridge. The
-launcher runs on the first one, with a stand-in for mpiexec that starts an agent in each. Two nodes train, one rank each;
-then the link of the second is set down, which resets no connection. Prints the seconds to the next step that is new and
-to the end of the last process of the node; the exit code is 1 where either does not come.
+launcher runs on the first one, with a stand-in for mpiexec that starts an agent in each. Two nodes train, one rank
+each; then the link of the second is set down, which resets no connection. Prints the seconds to the next step that is
+new and to the end of the last process of the node; the exit code is 1 where either does not come.
 """
 
 from __future__ import annotations

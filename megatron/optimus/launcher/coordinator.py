@@ -14,6 +14,7 @@ import contextlib
 import json
 import logging
 import os
+import resource
 import select
 import signal
 import sys
@@ -110,6 +111,8 @@ class Coordinator:
         self._starters = [(one.hosts, one.code) for one in job.starters]
         self._from_keeper: list[Any] = [job.control, job.output]
         os.set_blocking(job.output, False)
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # a connection for each of thousands of nodes
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         for number in STOP_SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._note_signal)
@@ -132,7 +135,8 @@ class Coordinator:
         self._wait(lambda: bool(self.received), seconds)
 
     def close(self) -> None:
-        """Asks all agents to leave."""
+        """Asks all agents to leave, and prints what has no end of a line."""
+        sys.stdout.write(self._output.decode(errors="replace"))
         for agent in self._agents.values():
             agent.send({"leave": True})
 
@@ -140,8 +144,8 @@ class Coordinator:
 
     def _turn(self) -> None:
         """Waits for a moment and takes whatever has come."""
-        links = [agent.link for agent in self._agents.values() if agent.link is not None]
-        sources: list[Any] = [self._job.listener, *self._from_keeper, *self._strangers, *links]
+        owners = {agent.link: agent for agent in self._agents.values() if agent.link is not None}
+        sources: list[Any] = [self._job.listener, *self._from_keeper, *self._strangers, *owners]
         ready = select.poll()
         by_number = {(one if isinstance(one, int) else one.fileno()): one for one in sources}
         for number in by_number:
@@ -155,7 +159,7 @@ class Coordinator:
             elif source is self._job.output:
                 self._print_output()
             else:
-                self._read(source)
+                self._read(source, owners.get(source))
         now = time.monotonic()
         if now - self._turned > _SUSPENDED_SECONDS:
             for agent in self._agents.values():
@@ -181,8 +185,7 @@ class Coordinator:
         del self._strangers[link]
         link.close()
 
-    def _read(self, link: wire.AgentLink) -> None:
-        agent = next((one for one in self._agents.values() if one.link is link), None)
+    def _read(self, link: wire.AgentLink, agent: Agent | None) -> None:
         try:
             for message in link.receive():
                 agent = self._meet(link, message["place"]) if agent is None else agent

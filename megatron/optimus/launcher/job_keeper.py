@@ -129,6 +129,7 @@ class JobKeeper:
             ended, status = os.waitpid(coordinator, os.WNOHANG)
             self._take_requests(_POLL_SECONDS if not ended else 0.0)
             if ended:
+                self._unread = b""  # half a request
                 return status
             while self._received:
                 os.kill(coordinator, self._received.pop(0))

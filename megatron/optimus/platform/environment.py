@@ -43,6 +43,7 @@ COORDINATOR = "OPTIMUS_COORDINATOR"  # where the agents of the nodes find it: ad
 JOB_TOKEN = "OPTIMUS_JOB_TOKEN"  # a secret that coordinator and agents share
 STARTER = "OPTIMUS_STARTER"  # which mpiexec or srun of the launch has started this agent
 AGENT_VARIABLES = (COORDINATOR, JOB_TOKEN, STARTER)
+ATTEMPT = "OPTIMUS_ATTEMPT"  # which attempt of which launch a rank belongs to, where agents start it
 LAUNCH_ADDRESS = "OPTIMUS_LAUNCH_ADDRESS"  # of this machine, where the coordinator listens; the user's choice
 AGENT_FOLDER = "OPTIMUS_AGENT_FOLDER"  # where the launcher on this machine reads the heartbeats of its ranks
 DRILL_FOLDER = "OPTIMUS_DRILL_FOLDER"  # where `optimus drill` asks ranks for faults; unset in every other run
@@ -206,6 +207,12 @@ def import_path() -> dict[str, str]:
 def rendezvous_token() -> str | None:
     """Returns the secret under which the ranks of this run meet; None where the launcher gave none."""
     return os.environ.get(RENDEZVOUS_TOKEN) or None
+
+
+def attempt() -> tuple[str, int] | None:
+    """Returns the launch and the number of the attempt that this rank belongs to; None without agents."""
+    launch, _, number = os.environ.get(ATTEMPT, "").rpartition(":")
+    return (launch, int(number)) if launch and number.isdecimal() else None
 
 
 def agent_folder() -> Path | None:
