@@ -10,6 +10,7 @@ new and to the end of the last process of the node; the exit code is 1 where eit
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
@@ -118,6 +119,7 @@ def run(folder: Path) -> int:
 
 
 def main() -> int:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     try:
         set_up()
         with tempfile.TemporaryDirectory() as folder:

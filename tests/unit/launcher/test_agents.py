@@ -223,9 +223,11 @@ def test_ranks_wait_for_one_that_has_time_left_and_then_it_is_named(job: Callabl
     one.agent(2, does(None, fewest=2, late=True))
 
     def is_late_later(link: wire.AgentLink, message: dict[str, Any]) -> None:
+        if "start" in message:
+            time.sleep(0.3)  # nobody knows yet that it is behind
         does(None, fewest=1, late=False)(link, message)
         if "start" in message:
-            time.sleep(0.6)
+            time.sleep(0.3)
             is_late.set()
             link.send({"attempt": 1, "fewest": 1, "late": True, "stopped": False})
 
