@@ -228,8 +228,9 @@ class Drill:
                 outcome.steps_lost = max(0, before - int(self._started(launch, began)[0]["step"]) + 1)
             outcome.recovered_s = round(time.time() - began, 2)
         except (LaunchEnded, TimeoutError, subprocess.TimeoutExpired) as error:
-            code = launch.process.poll()
-            outcome.broken = str(error) or f"the launch ended with exit code {code}"
+            outcome.broken = str(error) or f"the launch ended with exit code {launch.process.poll()}"
+            errors = [line for line in launch.text(target.log_size).splitlines() if line.startswith("error")]
+            outcome.broken += f" after {errors[-1]!r}" if errors else ""
         finally:
             if undo is not None:
                 undo()
