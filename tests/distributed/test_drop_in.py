@@ -304,6 +304,15 @@ def _whole_states(engine: Any) -> dict[str, dict[str, torch.Tensor]]:
     return found
 
 
+def _mend_mappings(stock: Any) -> None:
+    """Stock before 0.19.7 has exp_avg_sq in the place of masters for safe_get_ after loading a universal checkpoint."""
+    for group, params in enumerate(stock.optimizer.bit16_groups):
+        masters = stock.optimizer.single_partition_of_fp32_groups[group]
+        for mapping in (param._hp_mapping for param in params if param._hp_mapping is not None):
+            address = mapping.hp_fragment_address
+            mapping.hp_fragment = masters.narrow(0, address.start, address.numel)
+
+
 def _our_files(rank: int, world: int, folder: str) -> list[dict[str, Any]]:
     """What DeepSpeed's scripts and stock's engine make of checkpoints of ours, and what ours goes on with."""
     deepspeed_ext.init_distributed()
@@ -333,6 +342,7 @@ def _our_files(rank: int, world: int, folder: str) -> list[dict[str, Any]]:
         again, optimizer, _, _ = deepspeed_ext.initialize(model=_WideModel(), config=dict(config))
         again.load_checkpoint(path)
         assert optimizer.step_count == stock.global_steps == 2
+        _mend_mappings(stock)
         found |= {"stock": _whole_states(stock), "again": _whole_states(again)}
         for engine in (ours, stock, again):
             _train(engine, rank, 2, 4)
