@@ -116,7 +116,7 @@ class EPZeroOptimizer(DeepSpeedFiles, BaseOptimizer):
         self._row_scales: dict[nn.Parameter, Tensor] = {}
         self._further_sums: list[tuple[Bucket, dist.ProcessGroup]] = []
         self._evaluates_average = False
-        self._reduced = False
+        self._reduced = self._is_destroyed = False
         self.has_begun = False  # a backward has begun, or is about to, since the last step
         self._reductions_held = False
         self._reports_previous = self._was_previous_skipped = False
@@ -658,13 +658,17 @@ class EPZeroOptimizer(DeepSpeedFiles, BaseOptimizer):
         return dict(sizes)
 
     def destroy(self) -> None:
-        """Removes all hooks. The model keeps its parameters."""
+        """Removes all hooks. The model keeps its parameters. A second call, an engine's end for one, does nothing."""
+        if self._is_destroyed:  # the parameters may have another engine's by now
+            return
+        self._is_destroyed = True
         self._param_gather.close()
         self._reducer.close()
         deepspeed_api.detach([param for flat_buffer in self.flat_buffers for param in flat_buffer.params.values()])
 
     def _give_way(self) -> None:
         """Ends this optimizer because another engine takes a parameter: later calls raise RuntimeError."""
+        self._host.reload()
         self.zero_grad()
         self.destroy()
         self.require_on_device = self._refuse

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.utils import safe_get_full_fp32_param
 from torch import Tensor, nn
 
 import deepspeed_ext
@@ -162,8 +163,9 @@ def _second_engine(initialize: Any, rank: int, stage: int) -> tuple[list[Tensor]
         with pytest.raises(RuntimeError) as error:
             _step(first, rank, [12])
         message = str(error.value)
-        for one, other in zip(weights, [param.float() for param in model.parameters()], strict=True):
-            assert torch.equal(one, other)
+        first.destroy()  # as when it is collected; the second one's access to masters must stay
+        for weight, param in zip(weights, model.parameters(), strict=True):
+            assert torch.equal(weight, param) and torch.equal(weight, safe_get_full_fp32_param(param))
     second.destroy()
     return weights, message
 
