@@ -357,7 +357,8 @@ def _our_files(rank: int, world: int, folder: str) -> list[dict[str, Any]]:
 
 
 def _stock_without_universal(config: dict[str, Any]) -> Any:
-    return deepspeed.initialize(model=_WideModel(), config={k: v for k, v in config.items() if k != "checkpoint"})[0]
+    config = copy.deepcopy({key: value for key, value in config.items() if key != "checkpoint"})
+    return deepspeed.initialize(model=_WideModel(), config=config)[0]
 
 
 def _refused(folder: str) -> list[str]:

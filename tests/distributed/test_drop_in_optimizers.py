@@ -7,8 +7,10 @@ from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
+import torch._dynamo
 from deepspeed.utils import safe_get_full_fp32_param
 from torch import Tensor, nn
 
@@ -19,7 +21,10 @@ WORLD, STEPS = 2, 10
 
 
 class _Attention(nn.Module):
-    """A model with what Muon tells apart: an embedding, projections of heads, a 3-D weight, vectors, a head."""
+    """A model with what Muon tells apart: an embedding, projections of heads, vectors, a head and a stack of matrices.
+
+    Stock's Muon before 0.19.2 takes no stacks, so there it is one matrix.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,13 +32,14 @@ class _Attention(nn.Module):
         self.config = SimpleNamespace(num_attention_heads=3, num_key_value_heads=3, hidden_size=12, head_dim=4)
         self.embed = nn.Embedding(16, 12)
         self.q_proj, self.up = nn.Linear(12, 12), nn.Linear(12, 24)
-        self.experts = nn.Parameter(torch.randn(3, 24, 7) * 0.1)
+        shape = (3, 24, 7) if deepspeed.__version__ >= "0.19.2" else (24, 7)
+        self.experts = nn.Parameter(torch.randn(shape) * 0.1)
         self.lm_head = nn.Linear(7, 16, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.abs().mul(8).long() % 16
         h = torch.tanh(self.up(torch.tanh(self.q_proj(self.embed(tokens)))))
-        logits = self.lm_head(torch.einsum("bsd,edf->bsf", h, self.experts).tanh())
+        logits = self.lm_head(torch.einsum("bsd,edf->bsf", h, self.experts.view(-1, 24, 7)).tanh())
         return nn.functional.cross_entropy(logits.flatten(0, 1), (tokens.flatten() * 3 + 1) % 16)
 
 
@@ -98,8 +104,6 @@ def _trained(initialize: Any, rank: int, model: nn.Module, config: dict[str, Any
 
 
 def _muon(initialize: Any, rank: int) -> dict[str, list[Tensor]]:
-    import deepspeed
-
     rates = {"muon_lr": 0.03, "adam_lr": 0.01, "momentum": 0.9, "betas": [0.8, 0.9], "eps": 1e-8}
     cases: dict[str, dict[str, Any]] = {"rates": {"lr": 0.5, "weight_decay": 0.1, **rates}, "defaults": {}}
     if has_heads := hasattr(deepspeed, "resolve_per_head_muon_after_sharding"):  # and Adam's mode, and groups
@@ -172,9 +176,6 @@ def _second_engine(initialize: Any, rank: int, stage: int) -> tuple[list[Tensor]
 
 def _both(rank: int, world: int) -> list[dict[str, Any]]:
     deepspeed_ext.init_distributed()
-    import deepspeed
-    import torch._dynamo
-
     torch._dynamo.config.disable = True  # stock's Newton-Schulz would be compiled for minutes
     results = []
     for initialize in (deepspeed.initialize, deepspeed_ext.initialize):
