@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import register_pytree_node
 
 from deepspeed_ext.groups import world_group
 from deepspeed_ext.optimizers.base import Shard
@@ -154,6 +155,14 @@ class InnerState(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return 1 + len(self._shard.state)
+
+
+# tree_map goes into it as into the dict that it stands for.
+register_pytree_node(
+    InnerState,
+    lambda state: (list(state.values()), list(state)),
+    lambda values, kinds: dict(zip(kinds, values, strict=True)),
+)
 
 
 class _FullParam:

@@ -669,7 +669,7 @@ class EPZeroOptimizer(DeepSpeedFiles, BaseOptimizer):
     def _give_way(self) -> None:
         """Ends this optimizer because another engine takes a parameter: later calls raise RuntimeError."""
         self._host.reload()
-        self.zero_grad()
+        self.zero_grad()  # waits for reductions in flight
         self.destroy()
         self.require_on_device = self._refuse
 

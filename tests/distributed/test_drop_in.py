@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
+from torch.utils._pytree import tree_map
 
 import deepspeed_ext
 from tests.helpers import run_distributed
@@ -163,6 +164,8 @@ def _poked(rank: int, initialize: Any) -> dict[str, Any]:
     found["steps"] = {
         float(states[master]["step"]) for group in optimizer.optimizer.param_groups for master in group["params"]
     }
+    mapped = tree_map(lambda leaf: None, optimizer.optimizer.state_dict()["state"])  # as programs gather it
+    found["mapped"] = [dict(sorted(state.items())) for state in mapped.values()]
     found["assertions"] = _assertions(engine, initialize)
     engine.destroy()
     return found
@@ -216,6 +219,7 @@ def test_gradients_in_no_sync_and_inner_state_are_those_of_stock() -> None:
         assert ours.keys() == stock.keys()
         assert ours["is ZeRO"] and stock["is ZeRO"]
         assert ours["steps"] == stock["steps"] == {2.0}
+        assert ours["mapped"][0] == stock["mapped"][0] == dict.fromkeys(("exp_avg", "exp_avg_sq", "step"))
         assert ours["assertions"] == stock["assertions"]
         assert {"vector", "no model", "step", "batch"} <= set(ours["assertions"])
         assert "coalesce" in ours["assertions"] or not hasattr(DeepSpeedEngine, "coalesce_grad_reduction")

@@ -83,7 +83,8 @@ def _config(optimizer: dict[str, Any] | None, **additions: Any) -> dict[str, Any
         "zero_allow_untested_optimizer": True,
         "zero_optimization": {"stage": 1, "reduce_bucket_size": 300},
     }
-    return config | ({} if optimizer is None else {"optimizer": optimizer}) | copy.deepcopy(additions)
+    sections = additions if optimizer is None else {"optimizer": optimizer, **additions}
+    return config | copy.deepcopy(sections)  # some versions of stock change what they are given
 
 
 def _step(engine: Any, rank: int, numbers: Iterable[int]) -> list[Tensor]:
@@ -97,7 +98,7 @@ def _step(engine: Any, rank: int, numbers: Iterable[int]) -> list[Tensor]:
 
 
 def _trained(initialize: Any, rank: int, model: nn.Module, config: dict[str, Any], **given: Any) -> list[Tensor]:
-    engine, *_ = initialize(model=model, config=copy.deepcopy(config), **given)
+    engine, *_ = initialize(model=model, config=config, **given)
     weights = _step(engine, rank, range(2 * STEPS))
     engine.destroy()
     return weights
