@@ -21,10 +21,7 @@ WORLD, STEPS = 2, 10
 
 
 class _Attention(nn.Module):
-    """A model with what Muon tells apart: an embedding, projections of heads, vectors, a head and a stack of matrices.
-
-    Stock's Muon before 0.19.2 takes no stacks, so there it is one matrix.
-    """
+    """A model with what Muon tells apart: an embedding, projections of heads, a 3-D weight, vectors, a head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,14 +29,13 @@ class _Attention(nn.Module):
         self.config = SimpleNamespace(num_attention_heads=3, num_key_value_heads=3, hidden_size=12, head_dim=4)
         self.embed = nn.Embedding(16, 12)
         self.q_proj, self.up = nn.Linear(12, 12), nn.Linear(12, 24)
-        shape = (3, 24, 7) if deepspeed.__version__ >= "0.19.2" else (24, 7)
-        self.experts = nn.Parameter(torch.randn(shape) * 0.1)
+        self.experts = nn.Parameter(torch.randn(3, 24, 7) * 0.1)
         self.lm_head = nn.Linear(7, 16, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.abs().mul(8).long() % 16
         h = torch.tanh(self.up(torch.tanh(self.q_proj(self.embed(tokens)))))
-        logits = self.lm_head(torch.einsum("bsd,edf->bsf", h, self.experts.view(-1, 24, 7)).tanh())
+        logits = self.lm_head(torch.einsum("bsd,edf->bsf", h, self.experts).tanh())
         return nn.functional.cross_entropy(logits.flatten(0, 1), (tokens.flatten() * 3 + 1) % 16)
 
 
@@ -105,11 +101,13 @@ def _trained(initialize: Any, rank: int, model: nn.Module, config: dict[str, Any
 
 
 def _muon(initialize: Any, rank: int) -> dict[str, list[Tensor]]:
+    """Ours is the Muon of 0.19.8: earlier versions of stock's compute something else, or ignore groups."""
+    if not hasattr(deepspeed, "resolve_per_head_muon_after_sharding"):
+        return {}
     rates = {"muon_lr": 0.03, "adam_lr": 0.01, "momentum": 0.9, "betas": [0.8, 0.9], "eps": 1e-8}
     cases: dict[str, dict[str, Any]] = {"rates": {"lr": 0.5, "weight_decay": 0.1, **rates}, "defaults": {}}
-    if has_heads := hasattr(deepspeed, "resolve_per_head_muon_after_sharding"):  # and Adam's mode, and groups
-        cases |= {"L2": {**rates, "adam_w_mode": False, "weight_decay": 0.1}}
-        cases["heads"] = {"lr": 0.02, "per_head_muon": True}
+    cases |= {"L2": {**rates, "adam_w_mode": False, "weight_decay": 0.1}}
+    cases |= {"heads": {"lr": 0.02, "per_head_muon": True}}
     found = {}
     for name, params in cases.items():
         for stage in (1, 2) if name == "rates" else (1,):
@@ -117,13 +115,12 @@ def _muon(initialize: Any, rank: int) -> dict[str, list[Tensor]]:
             zero = {"stage": stage, "reduce_bucket_size": 300}
             model = _Attention()
             found[f"{name} {stage}"] = _trained(initialize, rank, model, _config(section, zero_optimization=zero))
-    if has_heads:
-        model = _Attention()
-        section = {"type": "Muon", "params": {"torch_adam": True, "weight_decay": 0.5, "adam_lr": 0.01}}
-        plain = [param for name, param in model.named_parameters() if name.startswith("up")]
-        rest = [param for name, param in model.named_parameters() if not name.startswith("up")]
-        groups = [{"params": plain, "weight_decay": 0.0, "lr": 0.005}, {"params": rest}]
-        found["groups"] = _trained(initialize, rank, model, _config(section), model_parameters=groups)
+    model = _Attention()
+    section = {"type": "Muon", "params": {"torch_adam": True, "weight_decay": 0.5, "adam_lr": 0.01}}
+    plain = [param for name, param in model.named_parameters() if name.startswith("up")]
+    rest = [param for name, param in model.named_parameters() if not name.startswith("up")]
+    groups = [{"params": plain, "weight_decay": 0.0, "lr": 0.005}, {"params": rest}]
+    found["groups"] = _trained(initialize, rank, model, _config(section), model_parameters=groups)
     return found
 
 
