@@ -4,6 +4,7 @@ import contextlib
 import gc
 import importlib
 import pkgutil
+import weakref
 
 from megatron.optimus.models import families
 from megatron.optimus.moe import dispatch
@@ -36,5 +37,7 @@ for name in MODULES:
 for name in OTHERS:
     with contextlib.suppress(ImportError):  # not installed, or not in this version of DeepSpeed
         importlib.import_module(name)
+for each in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+    each.atexit = False  # of torch's libraries of operations: each rank would take them apart at its end, in 40 ms
 gc.collect()
 gc.freeze()  # a collection in a rank would look through all of this, and copy the pages that all share
