@@ -219,11 +219,11 @@ def functions(sources: Iterable[Source]) -> list[Function]:
 
 
 def places_of_test(path: Path) -> list[Path]:
-    """Where a module's test may be: tests/unit mirrors the package; those of ops may be in tests/ops."""
+    """Where a module's test may be: each folder of tests mirrors the package, and tests/ops its room ops."""
     is_ours = path.parts[0] == "megatron"
     folders = path.parts[2:-1] if is_ours else path.parts[:-1]
     name = f"test_{path.name}"
-    places = [Path("tests", "unit", *folders, name)]
+    places = [Path("tests", kind, *folders, name) for kind in ("unit", "distributed", "integration")]
     if is_ours and folders[:1] == ("ops",):
         places += [Path("tests", *folders, name), Path("tests", "ops", name)]
     return places
