@@ -46,7 +46,7 @@ class StateShardLike(Protocol):
         """Kind -> encoded state, of those ``tensors`` that are not kept in fp32."""
 
     def new_copy(self, kind: str) -> torch.Tensor:
-        """Makes a copy of a stored state in fp32, to be written whole."""
+        """Returns an fp32 tensor in host memory for a stored state that is to be written whole: it is not decoded."""
 
 
 class MatrixStateLike(Protocol):
