@@ -199,7 +199,7 @@ def _windows(rank: RankPlan, machine: Machine) -> dict[OverlapsWith, float]:
     layers = rank.num_moe_layers * rank.micro_batches
     is_split = rank.num_moe_layers and machine.kernels.splits_backward
     last = compute_seconds(last_product_work(rank), rank, machine) if is_split else 0.0
-    router = compute_seconds(router_work(rank), rank, machine) if rank.num_moe_layers else 0.0
+    router = compute_seconds(router_work(rank, machine.kernels), rank, machine) if rank.num_moe_layers else 0.0
     shared = compute_seconds(shared_work(rank, machine.kernels), rank, machine)  # a third of it in the forward
     return {
         OverlapsWith.NOTHING: 0.0,
