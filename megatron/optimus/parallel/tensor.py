@@ -253,7 +253,7 @@ class VocabParallelEmbedding(nn.Module):
         self.ranks = ranks
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
-        """Looks up tokens [B, S], each on the rank that has its row; returns what ``TensorGroup.leave`` does. Collective."""
+        """Looks up tokens [B, S], each on the rank that has its row; sums over ranks as ``TensorGroup.leave``."""
         rows = self.weight.shape[0]
         local_BS = tokens_BS - self.ranks.index * rows
         elsewhere_BS = (local_BS < 0) | (local_BS >= rows)
