@@ -52,6 +52,7 @@ SCORE_PRODUCTS, SCORE_BYTES = 7, 128
 
 
 def passes(kernels: Kernels) -> BytesPerElement:
+    """Bytes an element that the operations between products move with these kernels."""
     return FUSED if kernels.fused_elementwise else PLAIN
 
 
