@@ -18,7 +18,7 @@ STEPS = 5
 
 
 class LazyStream:
-    """Stands for ``UpdateStream``: first in, first out, and nothing before it must."""
+    """Stands for ``UpdateStream``: an update runs when somebody waits for it, and no other one with it."""
 
     def __init__(self) -> None:
         self.queue: list[Callable[[], None]] = []
@@ -36,8 +36,9 @@ class _Work:
         self.stream, self.update = stream, update
 
     def wait(self) -> None:
-        while self.update in self.stream.queue:
-            self.stream.queue.pop(0)()
+        if self.update in self.stream.queue:
+            self.stream.queue.remove(self.update)
+            self.update()
 
 
 def _build(group: dist.ProcessGroup, is_lazy: bool) -> tuple[Stack, Any]:
