@@ -141,9 +141,6 @@ class EPZeroOptimizer(DeepSpeedFiles, ZeROOptimizer):
             flat_buffer.group_size == 1 and isinstance(flat_buffer.shard_optimizer, ElementwiseOptimizer)
             for flat_buffer in self.flat_buffers
         )
-        import os
-        if os.environ.get("OPT_UPDATE", "1") == "0":
-            return None
         if not is_alone or not self.options.overlap_param_gather or self.device.type != "cuda":
             return None
         return UpdateStream(self.device)

@@ -28,7 +28,7 @@ class UpdateStream:
 
     def __init__(self, device: torch.device) -> None:
         # The highest priority: its few programs are placed before those of a product that waits for room.
-        self._stream = torch.Stream(device, priority=int(__import__('os').environ.get('OPT_PRIO', -1)))
+        self._stream = torch.Stream(device, priority=-1)
         self._kept: tuple[Any, ...] = ()
 
     def begin(self, *kept: Any) -> None:

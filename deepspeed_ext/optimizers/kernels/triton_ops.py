@@ -22,9 +22,8 @@ from deepspeed_ext.optimizers.kernels.options import AdamOptions, LionOptions, M
 # or within 0.2% of it, among 256 to 4096 elements and 2 to 8 warps.
 _BLOCK, _CODED_BLOCK = 1024, 2048
 _WARPS = 4
-import os
-_SHARED_PROGRAMS = int(os.environ.get("OPT_SMS", 32))
-_SHARED_BLOCK, _SHARED_WARPS = int(os.environ.get("OPT_BLOCK", 8192)), int(os.environ.get("OPT_WARPS", 32))
+# Where a forward shares the device: programs of a whole multiprocessor each, and few.
+_SHARED_PROGRAMS, _SHARED_BLOCK, _SHARED_WARPS = 32, 8192, 32
 
 _STATE_BLOCK = tl.constexpr(states.BLOCK)
 _SHIFT = tl.constexpr(states.SHIFT)
@@ -240,7 +239,8 @@ def _launch(shard: Shard, scalars: StepScalars) -> tuple[tuple[int], dict[str, i
     """The grid of an update, and the block and warps of its programs."""
     numel = shard.master.numel()
     if scalars.shares_device:
-        return (min(triton.cdiv(numel, _SHARED_BLOCK), _SHARED_PROGRAMS),), {"BLOCK": _SHARED_BLOCK, "num_warps": _SHARED_WARPS}
+        programs = min(triton.cdiv(numel, _SHARED_BLOCK), _SHARED_PROGRAMS)
+        return (programs,), {"BLOCK": _SHARED_BLOCK, "num_warps": _SHARED_WARPS}
     is_coded = any(kind.endswith(states.SCALE_SUFFIX) for kind in shard.state)
     block = _CODED_BLOCK if is_coded else _BLOCK
     return (triton.cdiv(numel, block),), {"BLOCK": block, "num_warps": _WARPS}

@@ -9,6 +9,7 @@
 | ``copy_rows``, ``sum_copies`` | rows copied to several positions, and the sum of a row's copies |
 | ``rms_norm``, ``add_rms_norm`` | RMSNorm; x + y and its norm |
 | ``norm_rotate`` | RMSNorm of queries and keys, with the rotary embedding |
+| ``linears`` | products of one input with several weights |
 | ``rotate``, ``silu_mul`` | rotary embedding; SwiGLU of a dense MLP |
 | ``log_sum_exp``, ``cross_entropy_gradient_`` | the two passes of cross-entropy over the logits |
 
@@ -26,6 +27,7 @@ from megatron.optimus.ops.elementwise import (
     silu_mul,
 )
 from megatron.optimus.ops.fused_moe import InputGradients, moe_mlp, prefers_main_grads
+from megatron.optimus.ops.linear import linears
 from megatron.optimus.ops.main_grads import MainGrad, main_grad_of
 from megatron.optimus.ops.norm import add_rms_norm, norm_rotate, rms_norm
 from megatron.optimus.ops.reference import RouterStatistics, Routing
@@ -46,6 +48,7 @@ __all__ = [
     "expert_counts",
     "get_backend",
     "keeps_16_bits",
+    "linears",
     "log_sum_exp",
     "main_grad_of",
     "moe_mlp",

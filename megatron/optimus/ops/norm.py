@@ -114,6 +114,10 @@ def _kernels_for(x: Tensor, weight_W: Tensor) -> ModuleType | None:
     return norm if len(weight_W) <= norm.MAX_WIDTH else None
 
 
+def _rows(x: Tensor, weight_W: Tensor) -> Tensor:
+    return x.reshape(-1, len(weight_W)).contiguous()
+
+
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_W: Tensor, eps: float) -> Tensor:
@@ -121,7 +125,7 @@ class _RmsNorm(torch.autograd.Function):
 
         ctx.save_for_backward(x, weight_W)
         ctx.eps = eps
-        _, normed_NW = norm.add_rms_norm(x.reshape(-1, len(weight_W)).contiguous(), None, weight_W, eps)
+        _, normed_NW = norm.add_rms_norm(_rows(x, weight_W), None, weight_W, eps)
         return normed_NW.view(x.shape)
 
     @staticmethod
@@ -131,8 +135,7 @@ class _RmsNorm(torch.autograd.Function):
         from megatron.optimus.ops.triton import norm
 
         x, weight_W = ctx.saved_tensors
-        x_NW, grad_NW = (t.reshape(-1, len(weight_W)).contiguous() for t in (x, grad))
-        dx, dweight = norm.rms_norm_backward(x_NW, weight_W, grad_NW, None, ctx.eps)
+        dx, dweight = norm.rms_norm_backward(_rows(x, weight_W), weight_W, _rows(grad, weight_W), None, ctx.eps)
         return dx.view(x.shape), dweight, None
 
 
@@ -141,8 +144,8 @@ class _AddRmsNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, y: Tensor | None, weight_W: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         from megatron.optimus.ops.triton import norm
 
-        rows = [None if t is None else t.reshape(-1, len(weight_W)).contiguous() for t in (x, y)]
-        total_NW, normed_NW = norm.add_rms_norm(*rows, weight_W, eps)
+        y_NW = None if y is None else _rows(y, weight_W)
+        total_NW, normed_NW = norm.add_rms_norm(_rows(x, weight_W), y_NW, weight_W, eps)
         total = x.view_as(x) if y is None else total_NW.view(x.shape)
         ctx.save_for_backward(total, weight_W)
         ctx.eps, ctx.has_sum = eps, y is not None
@@ -160,8 +163,8 @@ class _AddRmsNorm(torch.autograd.Function):
         total, weight_W = ctx.saved_tensors
         if grad is None:
             return along, along if ctx.has_sum else None, None, None
-        rows = [None if t is None else t.reshape(-1, len(weight_W)).contiguous() for t in (total, grad, along)]
-        dx, dweight = norm.rms_norm_backward(rows[0], weight_W, *rows[1:], ctx.eps)
+        along_NW = None if along is None else _rows(along, weight_W)
+        dx, dweight = norm.rms_norm_backward(_rows(total, weight_W), weight_W, _rows(grad, weight_W), along_NW, ctx.eps)
         dx = dx.view(total.shape)
         return dx, dx if ctx.has_sum else None, dweight, None
 
