@@ -36,3 +36,30 @@ def test_values(backend: str, device: str, dtype: torch.dtype, used: str) -> Non
         assert (one is None) == (want is None)
         if one is not None:
             close(one, want, dtype)
+
+
+@each
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_main_gradients_are_written_and_added_to(backend: str, device: str, dtype: torch.dtype) -> None:
+    """Two micro-batches; ``torch.autograd.grad`` and a weight without a buffer get ordinary gradients."""
+    ops.set_backend(backend)
+    x = made(7, 12, dtype=dtype, device=device).requires_grad_()
+    weights = [torch.nn.Parameter(made(width, 12, dtype=dtype, device=device, seed=width)) for width in (8, 16)]
+    grads = [made(7, width, dtype=dtype, device=device, seed=9 + width) for width in (8, 16)]
+    buffer, calls = torch.full((16, 12), torch.nan, device=device), []
+    other, kept = weights
+    kept.main_grad, kept.main_grad_ready = buffer, lambda: calls.append(1)  # type: ignore[attr-defined]
+    kept.main_grad_holds_sum = lambda: bool(calls)  # type: ignore[attr-defined]
+    [alone] = torch.autograd.grad(ops.linears(x, weights)[1], [kept], grads[1])
+    assert not calls and buffer.isnan().all()
+    for _ in range(2):
+        torch.autograd.backward(ops.linears(x, weights), grads)
+    want_other, want = (grad.double().cpu().T @ x.detach().double().cpu() for grad in grads)
+    close(alone, want, dtype)
+    takes = backend == "triton" and (dtype == torch.float32 or torch.device(device).type == "cuda")
+    assert len(calls) == (2 if takes else 0) and (kept.grad is None) == takes
+    total = buffer if takes else kept.grad
+    assert total is not None and other.grad is not None
+    # Products of 16-bit numbers are exact in fp32; ordinary gradients are rounded.
+    close(total, 2 * want, torch.float32 if takes else dtype)
+    close(other.grad, 2 * want_other, dtype)

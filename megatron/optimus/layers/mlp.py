@@ -44,7 +44,7 @@ def call_pre_hooks(x: Tensor, layers: Sequence[nn.Linear]) -> None:
 
 def project_out(x: Tensor, layer: nn.Linear) -> Tensor:
     """Applies the last projection of a block: tensor parallelism may communicate while it computes."""
-    return layer(x)
+    return project_in(x, [layer])[0]
 
 
 class MLP(nn.Module):
