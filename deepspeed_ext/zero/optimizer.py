@@ -136,14 +136,13 @@ class EPZeroOptimizer(DeepSpeedFiles, ZeROOptimizer):
             optimizer.state[bucket.shard.master] = inner
 
     def _new_update_stream(self) -> UpdateStream | None:
-        """A stream for updates beside the next forward: of one GPU alone, whose buckets no other rank waits for."""
-        is_alone = all(
-            flat_buffer.group_size == 1 and isinstance(flat_buffer.shard_optimizer, ElementwiseOptimizer)
-            for flat_buffer in self.flat_buffers
+        """A stream for updates beside the next forward, where one GPU trains alone with fused updates."""
+        is_fused = all(
+            isinstance(flat_buffer.shard_optimizer, ElementwiseOptimizer) for flat_buffer in self.flat_buffers
         )
-        if not is_alone or not self.options.overlap_param_gather or self.device.type != "cuda":
-            return None
-        return UpdateStream(self.device)
+        if self.options.overlap_param_gather and is_fused and self.device.type == "cuda" and dist.get_world_size() == 1:
+            return UpdateStream(self.device)
+        return None
 
     def _init_engine_attributes(self) -> None:
         """Sets what DeepSpeed's engine reads, and the norms to clip and to skip above, which may change every step."""
