@@ -13,7 +13,8 @@ with the load of the machine (/proc/loadavg) before it.
 
 With --minutes a rank is killed every --every seconds instead, and the effective time is the share of the wall time that
 the steps which are new take: their number times ``undisturbed_step_s`` (of the run with the fastest steps) over the
-time from the end of the steps without kills to the last new step. The value ``torchrun`` of --memory is the same
+time from the end of the steps without kills to the last new step. ``step_s`` is then the median over the whole run, as
+the load of a machine changes in so long a time. The value ``torchrun`` of --memory is the same
 training under ``torchrun --max-restarts``: new interpreters, state from disk.
 
 A preset runs with bf16 gradients and 8-bit moments, 8 sequences of 2,048 tokens a step, and no save on disk: of
@@ -24,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -44,6 +46,7 @@ sys.path.insert(0, str(ROOT))  # run from a checkout, without installation
 
 from provenance import commit  # noqa: E402
 
+from megatron.optimus.commands.drill_faults import children, ranks_of  # noqa: E402
 from megatron.optimus.data.indexed import IndexedDatasetWriter  # noqa: E402
 
 TINY = "--preset mula-tiny --num-layers 2 --hidden-size 64 --num-attention-heads 4 --moe-ffn-hidden-size 64".split()
@@ -153,6 +156,12 @@ def kill_regularly(run: Run, every: float, minutes: float) -> dict[str, Any]:
     return {**found, "every_s": every, "largest_load": max(loads)}
 
 
+def median_step(lines: list[dict[str, Any]]) -> float:
+    """Seconds from one step's line to the next one's of the same process, waits for copies and saves included."""
+    pairs = itertools.pairwise(lines)
+    return statistics.median(new["wall_time"] - old["wall_time"] for old, new in pairs if "startup_s/total" not in new)
+
+
 def measure(folder: Path, words: list[str], memory: str, args: argparse.Namespace) -> dict[str, Any]:
     """One run with this interval of memory checkpoints."""
     run = Run(folder, args.ranks, words, memory)
@@ -163,7 +172,8 @@ def measure(folder: Path, words: list[str], memory: str, args: argparse.Namespac
         stalls = [line.get("save_stall_s", 0.0) for line in span[1:]]
         print(f"memory {memory}: a step takes {step_s:.4f} s, of which {sum(stalls) / len(stalls):.4f} s for copies")
         if args.minutes:
-            return {"memory": memory, "step_s": step_s, **kill_regularly(run, args.every, args.minutes)}
+            found = kill_regularly(run, args.every, args.minutes)
+            return {"memory": memory, "first_step_s": step_s, "step_s": median_step(steps(run.folder)), **found}
         kills = [kill(run, n, args.save_interval // 2, args.preset is None) for n in range(args.kills)]
         chosen = [line for line in run.log().splitlines() if "memory checkpoints every" in line][:1]
     finally:
@@ -171,17 +181,6 @@ def measure(folder: Path, words: list[str], memory: str, args: argparse.Namespac
     about = {"memory_checkpoint_interval": memory, "step_s": step_s, "stall_s": sum(stalls) / len(stalls)}
     medians = {key: statistics.median(one[key] for one in kills) for key in ("seconds", "lost_steps") if kills}
     return {**about, "chosen": chosen, "median": medians, "kills": kills}
-
-
-def children(pid: int) -> list[int]:
-    """Processes that this one has started."""
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def ranks_of(launcher: int) -> list[int]:
-    """The ranks: children of the launcher's fork server, or on an accelerator its own."""
-    own = children(launcher)
-    return [rank for server in own for rank in children(server)] or own
 
 
 def main() -> int:

@@ -53,6 +53,8 @@ MODELS = {
     "--ffn-hidden-size 2048 --qk-layernorm-scope head --global-batch-size 128",
     "tiny": "--seq-length 128 --vocab-size 32000 --hidden-size 64 --num-attention-heads 2 --num-layers 2 "
     "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 --qk-layernorm-scope head --global-batch-size 8",
+    "tiny-dense": "--seq-length 128 --vocab-size 32000 --hidden-size 64 --num-attention-heads 2 --num-layers 2 "
+    "--ffn-hidden-size 128 --qk-layernorm-scope head --global-batch-size 8",
 }
 MICRO_BATCHES = {"ours": 64, "transformers": 16, "torchtitan": 32}
 OURS = {
@@ -185,6 +187,11 @@ def reached(one: dict[str, Any], loss: float) -> int | None:
     return next((at for at, value in enumerate(smoothed(one)) if at >= WINDOW - 1 and value <= loss), None)
 
 
+def _name(one: dict[str, Any]) -> str:
+    is_fp8 = "--fp8 hybrid" in one["options"] and "fp8" not in one["system"]
+    return f"{one['system']}{', float8' if is_fp8 else ''}, rate {one['rate']:g}"
+
+
 def table(results: dict[str, Any], losses: list[float]) -> str:
     """Markdown: minutes (and tokens) to given losses for every run, and the sweeps."""
     lines = ["| run | tokens/s | " + " | ".join(f"loss {loss:g}" for loss in losses) + " | last loss | held out |"]
@@ -196,7 +203,7 @@ def table(results: dict[str, Any], losses: list[float]) -> str:
             cells.append("-" if at is None else f"{one['seconds'][at]:.0f} s, {one['tokens'][at] / 1e6:.1f}M tokens")
         pace = (one["tokens"][-1] - one["tokens"][0]) / one["seconds"][-1]
         held = f"{one['valid'][-1][1]:.4f} (step {one['valid'][-1][0]})" if one["valid"] else "-"
-        name = f"{one['system']}, rate {one['rate']:g}, seed {one['seed']}, {len(one['loss'])} of {one['steps']} steps"
+        name = f"{_name(one)}, seed {one['seed']}, {len(one['loss'])} of {one['steps']} steps"
         lines.append(f"| {name} | {pace:,.0f} | {' | '.join(cells)} | {smoothed(one)[-1]:.4f} | {held} |")
     lines += ["", "| sweep | rate: loss at its end |", "|---|---|"]
     sweeps: dict[str, list[str]] = {}
@@ -213,8 +220,9 @@ def draw(results: dict[str, Any], path: Path) -> None:
 
     figure = Figure(figsize=(10, 4), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
+    seeds = {one["seed"] for one in results["runs"]}
     for one in results["runs"]:
-        label, losses = f"{one['system']}, rate {one['rate']:g}", smoothed(one)
+        label, losses = _name(one) + (f", seed {one['seed']}" if len(seeds) > 1 else ""), smoothed(one)
         left.plot([seconds / 60 for seconds in one["seconds"]], losses, label=label)
         right.plot([tokens / 1e6 for tokens in one["tokens"]], losses, label=label)
     left.set(xlabel="minutes of training", ylabel=f"loss (mean of {WINDOW} steps)", ylim=(None, 7))

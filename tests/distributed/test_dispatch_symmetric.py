@@ -122,7 +122,7 @@ def memory_is_shared_and_given_back(rank: int, world: int) -> list[str]:
     layers = layers_of(TokenDispatcherType.SYMMETRIC, mesh, world, torch.float32, False)
     trained(layers, 16, torch.float32)
     wrong = []
-    if (count := len(symmetric._stagings[group])) != 1:
+    if (count := len(symmetric._buffers[group])) != 1:
         wrong.append(f"{count} allocations for {LAYERS} layers")
     try:
         trained(layers, 17 + rank, torch.float32)
@@ -132,7 +132,7 @@ def memory_is_shared_and_given_back(rank: int, world: int) -> list[str]:
             wrong.append(str(error))
     del layers
     gc.collect()
-    if count := len(symmetric._stagings[group]):
+    if count := len(symmetric._buffers[group]):
         wrong.append(f"{count} allocations live without a layer")
     return wrong
 

@@ -2,6 +2,7 @@
 
     optimus drill --out runs/drill                                   every kind of fault once, 4 ranks
     optimus drill --faults kill,stop,flip --count 100 --seed 7 --out runs/drill
+    optimus drill --device cuda --ranks 4 --out runs/drill           on four GPUs
     optimus drill --seconds 420 --seed 3 --out runs/part-3           a part of a long campaign
     optimus drill --join runs/part-* --out runs/drill                one table of all parts
 
@@ -38,20 +39,23 @@ from megatron.optimus.checkpoint.verify import compare
 from megatron.optimus.commands.drill_faults import FAULTS, Fault, LaunchEnded, Target, named
 from megatron.optimus.config.load import Parser, whole_number
 from megatron.optimus.config.options import did_you_mean
-from megatron.optimus.config.schema import ConfigError
+from megatron.optimus.config.schema import ConfigError, Device
 from megatron.optimus.data.indexed import IndexedDatasetWriter
 from megatron.optimus.platform import environment
 from megatron.optimus.platform.log import print_error
 
-STEPS, PER_ROUND = 90, 5
+PER_ROUND = 5
+_STEPS, _STEPS_ON_DEVICE = 90, 300  # of a round: steps on an accelerator are short
 _LIMIT_SECONDS = 240.0  # for anything that should take seconds; collectives end after 2 minutes
 _KEYS = ("step", "consumed_tokens", "loss", "grad_norm", "lr")  # of a line of metrics, the same in every run
 _OPTIONS = (
     "--preset mula-tiny --num-layers 2 --hidden-size 32 --num-attention-heads 4 --moe-ffn-hidden-size 32 "
     "--vocab-size 256 --seq-length 32 --micro-batch-size 1 --lr 1e-3 --lr-warmup-iters 2 --eval-interval 0 "
     "--log-interval 1000 --save-interval 10 --memory-checkpoint-interval 3 --integrity-interval 1 "
-    "--straggler-check-interval 10 --max-restarts 1000 --device cpu --distributed-timeout-minutes 2"
+    "--straggler-check-interval 10 --max-restarts 1000 --distributed-timeout-minutes 2"
 ).split()
+# The kernels that training has there are in 16 bits; two runs have the same bits with --deterministic alone.
+_ON_DEVICE = "--params-dtype bf16 --hidden-size 128 --moe-ffn-hidden-size 128 --deterministic".split()
 
 
 @dataclass
@@ -76,7 +80,9 @@ class DrilledRun:
     def __init__(self, folder: Path, options: argparse.Namespace, data: Path, seed: str) -> None:
         self.folder, self.log, self.hooks = folder, folder / "log", folder / "hooks"
         self.hooks.mkdir(parents=True)
-        words = ["--nproc-per-node", str(options.ranks), *_OPTIONS, "--train-iters", str(options.steps)]
+        words = ["--nproc-per-node", str(options.ranks), *_OPTIONS, "--device", options.device.value]
+        words += [] if options.device is Device.CPU else _ON_DEVICE
+        words += ["--train-iters", str(options.steps)]
         words += ["--global-batch-size", str(2 * options.ranks)]
         self._command = [sys.executable, "-m", "megatron.optimus.launch", *words]
         self._command += ["--data-path", str(data), "--run-dir", str(folder)]
@@ -134,9 +140,26 @@ class Drill:
             for _ in range(400):
                 writer.add_document(rng.integers(0, 256, 500))
         self.reference = DrilledRun(self.out / "undisturbed", options, self.data, "")
+        self._leave_out_fork_server()
         code = self._wait_for_end(self.reference)
         if code:
-            raise ConfigError(f"the undisturbed run ended with exit code {code}; see {self.reference.log}")
+            errors = [line for line in self.reference.text(0).splitlines() if "error" in line]
+            told = f"; {errors[0]}" if errors else ""
+            raise ConfigError(f"the undisturbed run ended with exit code {code}; see {self.reference.log}{told}")
+
+    def _leave_out_fork_server(self) -> None:
+        """Removes the faults that need forked ranks where the launcher does not fork them."""
+        launch, fault = self.reference, FAULTS["fork-server"]
+        with suppress(LaunchEnded):
+            launch.target.wait(lambda: len(launch.target.ranks()) == self.options.ranks)
+        is_forked = launch.target.fork_server() is not None
+        if fault not in self.options.faults or is_forked or not launch.is_alive():
+            return
+        print("fork-server is left out: ranks are new interpreters here, not forked", flush=True)
+        self.options.faults.remove(fault)
+        if not self.options.faults:
+            launch.end()
+            raise ConfigError("--faults fork-server: ranks are new interpreters here; name other faults too")
 
     def run_round(self, faults: Sequence[Fault]) -> None:
         """One run with these faults, compared with the undisturbed one."""
@@ -165,7 +188,8 @@ class Drill:
         if fault.at_start:
             return not is_later
         step = launch.last_step() + launch.target.rng.randint(4, 9)
-        if step + (40 if not fault.restarts else 12) > self.options.steps:
+        steps = self.options.steps
+        if step + (max(12, steps // 8) if fault.restarts else max(40, 4 * steps // 9)) > steps:
             return False
         with suppress(LaunchEnded):
             launch.target.wait(lambda: launch.last_step() >= step)
@@ -204,8 +228,9 @@ class Drill:
                 outcome.steps_lost = max(0, before - int(self._started(launch, began)[0]["step"]) + 1)
             outcome.recovered_s = round(time.time() - began, 2)
         except (LaunchEnded, TimeoutError, subprocess.TimeoutExpired) as error:
-            code = launch.process.poll()
-            outcome.broken = str(error) or f"the launch ended with exit code {code}"
+            outcome.broken = str(error) or f"the launch ended with exit code {launch.process.poll()}"
+            errors = [line for line in launch.text(target.log_size).splitlines() if line.startswith("error")]
+            outcome.broken += f" after {errors[-1]!r}" if errors else ""
         finally:
             if undo is not None:
                 undo()
@@ -388,6 +413,7 @@ def _write(options: argparse.Namespace, outcomes: Sequence[Outcome], **numbers: 
     """Writes drill.md and drill.json."""
     about = {
         "command": " ".join(["optimus drill", *options.words]).replace(str(options.given_out), "DIR"),
+        "device": options.device.value,
         "ranks": options.ranks,
         "cores": os.cpu_count(),
     }
@@ -401,17 +427,27 @@ def _write(options: argparse.Namespace, outcomes: Sequence[Outcome], **numbers: 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser("drill", __doc__ or "")
     parser.add_argument("--faults", metavar="LIST", help=f"commas between: {', '.join(FAULTS)} (default: all)")
+    kinds = ["cpu", "cuda", "xpu"]
+    parser.add_argument(
+        "--device", choices=kinds, default="cpu", help="of the ranks; one each, or the CPU for all [cpu]"
+    )
     parser.add_argument("--ranks", type=whole_number(), default=4, metavar="N", help="on this machine [4]")
     parser.add_argument("--nodes", type=whole_number(), default=2, metavar="N", help="simulated nodes they are on [2]")
     parser.add_argument("--count", type=whole_number(), metavar="N", help="faults (default: each kind once)")
     parser.add_argument("--seconds", type=whole_number(), metavar="S", help="start no further round after S seconds")
-    parser.add_argument("--steps", type=whole_number(), default=STEPS, metavar="N", help=f"of a round [{STEPS}]")
+    parser.add_argument(
+        "--steps", type=whole_number(), metavar="N", help=f"of a round [{_STEPS}; GPUs {_STEPS_ON_DEVICE}]"
+    )
     parser.add_argument("--seed", type=whole_number(0), default=0, metavar="N", help="of kinds, ranks and moments [0]")
     parser.add_argument("--join", type=Path, nargs="+", metavar="DIR", help="--out of drills, to join; none is run")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new folder for tables and runs")
     options = parser.parse(argv)
     options.words = list(sys.argv[1:] if argv is None else argv)
-    names = list(FAULTS) if options.faults is None else options.faults.split(",")
+    options.device = Device(options.device)
+    is_cpu = options.device is Device.CPU
+    options.steps = options.steps or (_STEPS if is_cpu else _STEPS_ON_DEVICE)
+    possible = [name for name, fault in FAULTS.items() if is_cpu or not fault.needs_tcp]
+    names = possible if options.faults is None else options.faults.split(",")
     for name in names:
         if name not in FAULTS:
             raise ConfigError(f"unknown fault {name!r} in --faults; {did_you_mean(name, FAULTS, 'see --help')}")

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from megatron.optimus.checkpoint import commit
+from megatron.optimus.launcher.command import FORK_SERVER, PROGRAM
 from megatron.optimus.platform import heartbeat, memory_slots
 
 _POLL_SECONDS = 0.002
@@ -50,8 +51,12 @@ class Target:
             time.sleep(_POLL_SECONDS)
 
     def ranks(self) -> list[int]:
-        """Process ids in rank order: the launcher's fork server forks them."""
-        return [rank for server in children(self.launcher) for rank in children(server)]
+        """Process ids in rank order."""
+        return ranks_of(self.launcher)
+
+    def fork_server(self) -> int | None:
+        """The process that the ranks are forked from; None where they are new interpreters."""
+        return next((pid for pid in _fork_servers(self.launcher) if children(pid)), None)
 
     def agent_folder(self) -> Path | None:
         """The launcher's folder of heartbeats."""
@@ -102,6 +107,24 @@ def children(pid: int) -> list[int]:
         return []
 
 
+def _fork_servers(launcher: int) -> list[int]:
+    """The processes of a launcher that fork its ranks: one, none where it has ended."""
+    return [pid for pid in children(launcher) if FORK_SERVER in _words(pid)]
+
+
+def ranks_of(launcher: int) -> list[int]:
+    """The ranks in order: children of the launcher's fork server, or its own where they are new interpreters."""
+    forked = [rank for server in _fork_servers(launcher) for rank in children(server)]
+    return forked or [pid for pid in children(launcher) if PROGRAM in _words(pid)]
+
+
+def _words(pid: int) -> list[str]:
+    """A process's command line; none once it has ended."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
+    return []
+
+
 @dataclass(frozen=True)
 class Fault:
     """A kind of fault."""
@@ -116,6 +139,7 @@ class Fault:
     at_start: bool = False  # needs a run that has just been started
     by_command: bool = False  # the same command has to be given again
     alone: bool = False  # in a run of its own
+    needs_tcp: bool = False  # between the ranks, as gloo has it; NCCL uses NVLink or shared memory inside a host
 
 
 def _signal(target: Target, number: int, count: int = 1) -> None:
@@ -147,7 +171,9 @@ def _kill_launcher(target: Target) -> None:
 
 
 def _kill_fork_server(target: Target) -> None:
-    [server] = children(target.launcher)
+    target.wait(lambda: target.fork_server() is not None)
+    if (server := target.fork_server()) is None:
+        raise LaunchEnded
     target.begin([])
     os.kill(server, signal.SIGKILL)
 
@@ -307,6 +333,7 @@ FAULTS = {
             *("link-cut", "all TCP connections of a rank are cut", "restart from memory or disk, bit-identical"),
             *(partial(_hook, words="cut"), r"error[^\n]*?rank (\d+)"),
             names=False,
+            needs_tcp=True,
         ),
         Fault(
             *("link-late", f"all messages of a rank are {_LATE_SECONDS:g} s late", "nothing is restarted"),

@@ -11,7 +11,8 @@ from megatron.optimus.config.schema import ConfigError
 from megatron.optimus.launcher.cluster import GENERIC, Allocation, BatchSystem, Setting, System
 from megatron.optimus.platform.environment import RENDEZVOUS_TOKEN
 
-PROGRAM = "megatron.optimus.pretrain"
+PROGRAM = "megatron.optimus.pretrain"  # what a rank runs
+FORK_SERVER = "megatron.optimus.launcher.forkserver"  # what ranks are forked from, on one machine
 RENDEZVOUS_REASONS = {  # the reason for each variable that every run needs
     "WORLD_SIZE": "not every launch method tells a rank how many there are",
     "MASTER_ADDR": "where rank 0 listens: the first node, by its name on the fast network, or this machine alone",

@@ -29,14 +29,16 @@ import time
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from megatron.optimus.launcher.command import PROGRAM
+from megatron.optimus.launcher.command import FORK_SERVER, PROGRAM
 from megatron.optimus.platform import environment, parent_death, signals
 from megatron.optimus.platform.process_exit import run_program
 
 logger = logging.getLogger("optimus")
 
 _MODULES = (PROGRAM, "megatron.optimus.training.trainer", "megatron.optimus.training.evaluate")
-_DEVICES = ("/dev/nvidia", "/dev/dri/")  # what a process that has initialised CUDA or Level Zero holds open
+# What a process that has initialised CUDA or Level Zero holds open. NVML, which DeepSpeed's import initialises, opens
+# /dev/nvidiactl; a process forked after that can still initialise CUDA.
+_DEVICES = ("/dev/nvidia-uvm", "/dev/dri/")
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -84,7 +86,7 @@ class ForkServer:
 
     def _start_server(self) -> None:
         self._socket, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "megatron.optimus.launcher.forkserver", self._device]
+        command = [sys.executable, "-m", FORK_SERVER, self._device]
         with theirs:
             before_exec = parent_death.signal_setter(signal.SIGKILL)
             self._process = subprocess.Popen(command, stdin=theirs.fileno(), preexec_fn=before_exec)  # noqa: PLW1509 - C calls

@@ -49,7 +49,8 @@ class _Seen:
     """What is known of a rank since its last beat."""
 
     count: int = -1
-    cpu: float = 0.0  # its CPU seconds at that beat
+    since: float = 0.0  # when that beat was first seen
+    cpu: float = 0.0  # its CPU seconds then
     stopped_since: float | None = None
 
 
@@ -103,11 +104,12 @@ class HangWatch:
     def _is_late(self, rank: int, beat: Beat, pid: int, now: float) -> bool:
         seen = self._seen.setdefault(rank, _Seen())
         if seen.count != beat.count:
-            seen.count, seen.cpu = beat.count, _cpu_seconds(pid)
+            seen.count, seen.since, seen.cpu = beat.count, now, _cpu_seconds(pid)
+            return False  # how much it computes is known from the next look on
         age, limit = now - max(beat.time, self._resumed), self.limit(beat)
         if age <= limit:
             return False
-        is_busy = _cpu_seconds(pid) - seen.cpu > _BUSY * age
+        is_busy = _cpu_seconds(pid) - seen.cpu > _BUSY * (now - seen.since)
         return not (is_busy and self._fixed_seconds is None) or age > BUSY_FACTOR * limit
 
     def _is_stopped(self, rank: int, pid: int, now: float) -> bool:
@@ -150,13 +152,18 @@ class HangWatch:
         """Has every rank write its stacks; returns them by rank, "" where it did not answer."""
         paths = [self._folder / f"rank-{rank}.stack" for rank in range(len(pids))]
         asked = [rank for rank, path in enumerate(paths) if path.exists()]  # the others would die of the signal
-        for rank in asked:
+        stopped = [rank for rank in asked if _state(pids[rank]) == "T"]
+        running = [rank for rank in asked if rank not in stopped]
+        for rank in running:
             _signal(pids[rank], heartbeat.STACK_SIGNAL)
-            _signal(pids[rank], signal.SIGCONT)  # a stopped process handles no signal; it will be killed anyway
-        deadline = time.monotonic() + _STACK_SECONDS
-        while time.monotonic() < deadline and not all("Current thread" in _text(paths[rank]) for rank in asked):
-            time.sleep(0.05)
-        time.sleep(0.1)  # the main thread's frames come last
+        _wait_until_written([paths[rank] for rank in running])
+        # A stopped process writes nothing before it goes on. The others stop meanwhile, or the run would go on too.
+        for rank in running if stopped else []:
+            _signal(pids[rank], signal.SIGSTOP)
+        for rank in stopped:
+            _signal(pids[rank], heartbeat.STACK_SIGNAL)
+            _signal(pids[rank], signal.SIGCONT)
+        _wait_until_written([paths[rank] for rank in stopped])
         return {rank: _text(paths[rank]) if rank in asked else "" for rank in range(len(pids))}
 
     def _save(self, dumped: dict[int, str]) -> Path:
@@ -168,6 +175,17 @@ class HangWatch:
         except OSError as error:
             logger.warning("%s: stacks cannot be written: %s", folder, error.strerror)
         return folder
+
+
+def _wait_until_written(paths: list[Path]) -> None:
+    """Waits until every rank has written its stacks, which have no mark at their end, or for some seconds."""
+    deadline, before = time.monotonic() + _STACK_SECONDS, [""] * len(paths)
+    while time.monotonic() < deadline:
+        time.sleep(0.1)
+        texts = [_text(path) for path in paths]
+        if all("hread 0x" in text for text in texts) and texts == before:
+            return
+        before = texts
 
 
 def _where(beat: Beat) -> str:

@@ -99,7 +99,7 @@ class Checkpoints:
             local=config.checkpoint.save_local_dir,
             check_lock=self._lock.check if self._lock is not None else lambda: None,
             retry_seconds=60 * config.checkpoint.max_unsaved_minutes,
-            on_failure=lambda step, text: self.alerts.send(SAVE_FAILED, step, text),
+            on_failure=self._save_has_failed,
             tokenizer=self._tokenizer_data,
         )
 
@@ -213,6 +213,11 @@ class Checkpoints:
             if one.kind == "full" and self._mesh.rank == 0:
                 self._last.record(one.step)
                 self._upload(one)
+
+    def _save_has_failed(self, step: int, text: str) -> None:
+        if self._mesh.rank == 0:  # every attempt, for alerts are one a minute; pauses grow between attempts
+            logger.warning("step %d: save failed: %s", step, text)
+        self.alerts.send(SAVE_FAILED, step, text, is_logged=True)
 
     def _upload(self, saved: Saved) -> None:
         options = self._config.checkpoint

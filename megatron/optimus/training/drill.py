@@ -20,6 +20,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,9 +44,8 @@ class DrillFaults:
         """Does what is asked for. Call at the beginning of every step."""
         if self._path is None:
             return
-        if self._path.exists():
-            kind, *values = self._path.read_text(encoding="utf-8").split()
-            self._path.unlink()  # before the fault: the next process must not do it again
+        if words := self._take():
+            kind, *values = words.split()
             if kind == "nan":
                 layer = next(one for one in self._model.modules() if list(one.parameters(recurse=False)))
                 layer.register_forward_hook(lambda module, inputs, output: output * float("nan"))
@@ -56,7 +56,7 @@ class DrillFaults:
                 )
                 flip_bit(next(one for one in masters if one.numel()), int(values[0]), int(values[1]))
             elif kind == "disk":
-                files.write_at = _failing_write(int(values[0])) if int(values[0]) else _WRITE_AT
+                files.write_at = self._failing_write(int(values[0])) if int(values[0]) else _WRITE_AT
             elif kind == "cut":
                 cut_connections()
             elif kind == "clock":
@@ -68,12 +68,28 @@ class DrillFaults:
             self._slow_steps -= 1
             time.sleep(self._pause_seconds)
 
+    def _take(self, wanted: str = "") -> str:
+        """The words of the file, which is removed first: the next process must not do it again. "": nothing is wanted.
 
-def _failing_write(number: int) -> Callable[..., None]:
-    def fail(*args: object) -> None:
-        raise OSError(number, os.strerror(number))
+        The thread that saves asks too, for one thing alone.
+        """
+        assert self._path is not None
+        with contextlib.suppress(FileNotFoundError):
+            words = self._path.read_text(encoding="utf-8")
+            if wanted in ("", words):
+                self._path.unlink()
+                return words
+        return ""
 
-    return fail
+    def _failing_write(self, number: int) -> Callable[..., None]:
+        def fail(*args: Any) -> None:
+            # Its end may come when there are no more steps: the last save is tried again until it is done.
+            if not self._take("disk 0"):
+                raise OSError(number, os.strerror(number))
+            files.write_at = _WRITE_AT
+            _WRITE_AT(*args)
+
+        return fail
 
 
 def cut_connections() -> None:

@@ -58,7 +58,7 @@ def commands(server, cache, lines, **variables):
         cwd=_ROOT,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,
         check=False,
     )
     codes = [int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("code ")]
