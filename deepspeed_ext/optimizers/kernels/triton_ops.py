@@ -24,8 +24,8 @@ from deepspeed_ext.optimizers.kernels.options import AdamOptions, LionOptions, M
 # or within 0.2% of it, among 256 to 4096 elements and 2 to 8 warps.
 _BLOCK, _CODED_BLOCK = 1024, 2048
 _WARPS = 4
-# Where a forward shares the device: programs of a whole multiprocessor each, on 3 / 7 of them. On an H200 these 56 reach
-# 0.93 of the bandwidth; with 40 or 132 of them, or the grid of an update alone, a step of Mula-7B takes longer.
+# Where a forward shares the device: programs of a whole multiprocessor each, on 3 / 7 of them. On an H200 such 48 reach
+# 91% of an update's bandwidth. With 40 or 132, or the grid of an update alone, a step of Mula-7B took longer.
 _SHARED_BLOCK, _SHARED_WARPS = 4096, 32
 
 _STATE_BLOCK = tl.constexpr(states.BLOCK)
