@@ -23,7 +23,7 @@ def project_in(x: Tensor, layers: Sequence[nn.Linear]) -> list[Tensor]:
     Returns:
         The output of each layer.
     """
-    if not all(map(_is_product, layers)):
+    if torch.compiler.is_compiling() or not all(map(_is_product, layers)):
         return [layer(x) for layer in layers]
     call_pre_hooks(x, layers)
     return list(ops.linears(x, [layer.weight for layer in layers]))
