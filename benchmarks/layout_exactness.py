@@ -21,13 +21,9 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.distributed import (  # noqa: E402
-    test_context_parallel,
-    test_pipeline_parallel,
-    test_tensor_parallel,
-    test_training_layouts,
-)
+from tests.distributed import test_training_layouts  # noqa: E402
 from tests.distributed.layouts import Case, deviations  # noqa: E402
+from tests.distributed.parallel import test_context, test_pipeline, test_tensor  # noqa: E402
 from tests.helpers import run_distributed  # noqa: E402
 
 logger = logging.getLogger("layout_exactness")
@@ -49,8 +45,8 @@ def measure(ranks: int, cases: dict[str, Case]) -> list[dict[str, Any]]:
 def measure_pipelines() -> list[dict[str, Any]]:
     """Gradients; the test behind it holds losses to 1e-6 on the ranks."""
     rows = []
-    for ranks, cases in test_pipeline_parallel.CASES.items():
-        of_ranks = run_distributed(test_pipeline_parallel.one_stage, ranks, cases)
+    for ranks, cases in test_pipeline.CASES.items():
+        of_ranks = run_distributed(test_pipeline.one_stage, ranks, cases)
         for name in cases:
             worst = max(value for result in of_ranks for value in result[name]["deviations"].values())
             rows.append(dict(ranks=ranks, layout=f"pipeline: {name}", gradients=worst))
@@ -75,8 +71,8 @@ def measure_training() -> list[dict[str, Any]]:
 def main() -> None:
     argparse.ArgumentParser(description=__doc__).parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    rows = measure(4, test_tensor_parallel.CASES) + measure(4, test_context_parallel.CASES)
-    rows += measure(8, test_context_parallel.EIGHT)
+    rows = measure(4, test_tensor.CASES) + measure(4, test_context.CASES)
+    rows += measure(8, test_context.EIGHT)
     rows += measure_pipelines() + measure_training()
     result = dict(command="python benchmarks/layout_exactness.py", torch=torch.__version__, machine=platform.machine())
     path = ROOT / "benchmarks" / "results" / "layout_exactness.json"

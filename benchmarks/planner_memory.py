@@ -5,8 +5,8 @@
 
 Every case is the training program's own Trainer and loop for a few steps on random tokens. Two things differ: weights
 are drawn on the device (on the host it takes minutes), and nothing is saved. ``peak`` is the device allocator's largest
-count of live bytes from before the model is built to the end of the last step. A further step then says what each part
-of a layer keeps. Cases of one rank share the machine: one runs on each GPU.
+count of live bytes from before the model is built to the end of the last step. Cases of one rank share the machine: one
+runs on each GPU. Those named host have so few tokens that a step takes as long as its host.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ import torch.multiprocessing as mp
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, without installation
 
 from device_check import require_device
+from provenance import commit
+from time_to_loss import MODELS
 from weights_on_device import draw_on_device
 
 from megatron.optimus.config.load import load
@@ -43,6 +45,7 @@ OLDER_PEAKS = {"20b-2l-int8"}
 
 B1, B7, B20 = "--preset mula-1b", "--preset mula-7b-a1b", "--preset mula-20b-a2b"
 WIDE = "--preset mula-100b-a7b --num-layers 1"
+HOST = "--seq-length 128 --micro-batch-size 1 --global-batch-size"
 SOLO = {
     "1b": f"{B1} --seq-length 4096 --micro-batch-size 4",
     "7b-4l": f"{B7} --num-layers 4 --seq-length 4096 --micro-batch-size 4",
@@ -57,6 +60,12 @@ SOLO = {
     "100b-1l-moe": f"{WIDE} --micro-batch-size 2 --recompute-modules moe",
     "7b-2l-muon": f"{B7} --num-layers 2 --micro-batch-size 2 --optimizer muon",
     "1b-first-half": f"{B1} --micro-batch-size 4 --recompute-modules moe attention --recompute-num-layers 8",
+    "720m": f"{MODELS['moe-720m']} --micro-batch-size 64",
+    "720m-4": f"{MODELS['moe-720m']} --micro-batch-size 32",
+    "7b-4l-host-2": f"{B7} --num-layers 4 {HOST} 2",
+    "7b-4l-host-10": f"{B7} --num-layers 4 {HOST} 10",
+    "1b-8l-host-2": f"{B1} --num-layers 8 {HOST} 2",
+    "1b-8l-host-10": f"{B1} --num-layers 8 {HOST} 10",
 }
 PAIR = {
     "7b-4l-dp2": f"{B7} --num-layers 4 --seq-length 4096 --micro-batch-size 4",
@@ -156,48 +165,9 @@ def run_case(words: list[str], rank: int, ranks: int, device: torch.device) -> d
         result["reserved_peak_bytes"] = module.max_memory_reserved(device)
         free, total = module.mem_get_info(device)
         result["outside_bytes"] = total - free - module.memory_reserved(device)
-        result["parts"] = watch_parts(trainer, device)
     trainer.close()
     trainer.engine.destroy()
     return result
-
-
-def watch_parts(trainer: Any, device: torch.device) -> dict[str, list[float]]:
-    """Of a step: for each part of the last layer, what its forward left behind, and its peak above where it began."""
-    from megatron.optimus.platform.signals import StopRequest
-
-    found: dict[str, list[float]] = {}
-    starts: dict[str, int] = {}
-    hooks = []
-
-    def watch(name: str, module: torch.nn.Module) -> None:
-        def before(*_: Any) -> None:
-            starts[name] = devices.memory_allocated(device)
-            devices.reset_peak_memory(device)
-
-        def after(*_: Any) -> None:
-            now = devices.memory_allocated(device)
-            found[name] = [now - starts[name], devices.peak_memory(device) - starts[name]]
-            devices.reset_peak_memory(device)
-
-        hooks.append(module.register_forward_pre_hook(before))
-        hooks.append(module.register_forward_hook(after))
-
-    model = trainer.engine.module
-    block = list(model.layers.children())[-1]
-    for name, child in block.named_children():
-        watch(name, child)
-    if block.is_moe:
-        watch("router", block.moe.router)
-        watch("experts", block.moe.experts)
-    if model.lm_head is not None:
-        watch("lm_head", model.lm_head)
-    batches = [batch.to(device) for batch in trainer.data.train.batch(trainer.consumed_samples)]
-    trainer._queue_step(batches, StopRequest())
-    found["after_last_part"] = [0, devices.peak_memory(device)]
-    for hook in hooks:
-        hook.remove()
-    return found
 
 
 def worker(index: int, ranks: int, cases: dict[str, str], args: argparse.Namespace, folder: str, queue: Any) -> None:
@@ -272,7 +242,7 @@ RESULTS: dict[tuple[str, int], dict[str, Any]] = {}
 def save(results: list[dict[str, Any]], args: argparse.Namespace, *, append: bool) -> None:
     RESULTS.update({(result["case"], result["rank"]): result for result in results})
     name = devices.device_name(torch.device(args.device))
-    about = {"device": name, "torch": torch.__version__, "steps": STEPS}
+    about = {"device": name, "torch": torch.__version__, "steps": STEPS, "commit": commit()}
     body = {"about": about, "results": list(RESULTS.values())}
     Path(f"{args.out}.json").write_text(json.dumps(body, indent=1) + "\n")
 
@@ -287,7 +257,7 @@ def measure(args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         with IndexedDatasetWriter(f"{folder}/random", np.uint16) as writer:
             generator = np.random.default_rng(0)
-            top = 4096 if args.device == "cpu" else 50304
+            top = 4096 if args.device == "cpu" else 32000  # the smallest vocabulary
             writer.add_document(generator.integers(0, top, 2_000_000, dtype=np.uint16))
         names = list(solo)
         groups = min(gpus, 2)
@@ -301,12 +271,16 @@ def measure(args: argparse.Namespace) -> None:
 
 def compare(path: Path) -> bool:
     """Prints the table; whether every peak is within LIMIT."""
+    from planner_steps import SEPARATE_NORMS
+
     from megatron.optimus.config.rank_plan import rank_plans
     from megatron.optimus.planner.hardware import H200
     from megatron.optimus.planner.memory import memory_of
     from megatron.optimus.planner.step_time import step_time
 
-    results = json.loads(path.read_text())["results"]
+    raw = json.loads(path.read_text())
+    results = raw["results"]
+    machine = H200 if "commit" in raw["about"] else SEPARATE_NORMS  # which the older program's files lack
     good = True
     print("| case | rank | peak, GiB | predicted | error | peak at | step, ms | predicted | error |")
     print("|---|---|---|---|---|---|---|---|---|")
@@ -314,15 +288,15 @@ def compare(path: Path) -> bool:
         if "error" in result:
             print(f"| {result['case']} | {result['rank']} | {result['error'].strip().splitlines()[-1][:80]} |")
             continue
-        if result["case"] in OLDER_PEAKS:
+        if result["case"] in OLDER_PEAKS or "-host-" in result["case"]:
             continue
         config = load(words_of(result["command"], result["ranks"], "auto", "x")).config
         members = rank_plans(config, result["ranks"])
-        memory = memory_of(members[result["rank"] // (result["ranks"] // len(members))])
+        memory = memory_of(members[result["rank"] // (result["ranks"] // len(members))], machine.kernels)
         error = memory.peak / result["peak_bytes"] - 1
         good &= abs(error) <= LIMIT
         step = statistics.median(result["step_s"][2:])
-        predicted = step_time(members, H200).total
+        predicted = step_time(members, machine).total
         print(
             f"| {result['case']} | {result['rank']} | {result['peak_bytes'] / 2**30:.2f} | {memory.peak / 2**30:.2f} "
             f"| {100 * error:+.1f}% | {memory.worst.name} | {step * 1e3:.1f} | {predicted * 1e3:.1f} "

@@ -3,9 +3,10 @@
     python benchmarks/planner_steps.py                 prints the table; on any machine, nothing is run
     python benchmarks/planner_steps.py --write         puts it into docs/planner.md, between its two marks
 
-The layouts are those of the raw files themselves: the options that layout_speed.py and overlap.py wrote down, turned
-into command lines by these programs' own code. Planned is the program as it is now; what was measured with one that
-has changed since, in a way that the planner knows, is left out (SUPERSEDED).
+The layouts are those of the raw files themselves: the options that layout_speed.py, overlap.py and training_step.py
+wrote down, turned into command lines by these programs' own code. Planned is each program with the kernels that it had
+when it was measured (BEFORE, SEPARATE_NORMS, H200). What was measured with one whose communication has changed since is
+left out (SUPERSEDED).
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a check
 import layout_speed_sections as sections
 import overlap_systems
 import torch
+import training_step
 from layout_speed_programs import run_config
+from time_to_loss import MODELS
 
 from megatron.optimus.config.rank_plan import rank_plans
 from megatron.optimus.planner.hardware import H200
@@ -49,13 +52,22 @@ _THEN = {  # fitted, as hardware.py's are now, to the peaks' runs of that progra
     **{"products": 790e12, "attention": 353e12, "experts": 526e12, "traffic": 3.4e12},
     **{"layer_time": 0.5e-3, "step_time": 6.9e-3},
 }
-# No other result has rotary embedding, SwiGLU and loss as one kernel each, and few have today's expert kernels.
-TODAY = {"layout_speed_h200x2.json", "layout_speed_experts_h200x2.json"}
+# Norms and losses of routers by operations of torch; before that, rotary embedding, SwiGLU and loss too.
+SEPARATE_NORMS = replace(H200, kernels=replace(H200.kernels, norm_width=0, router_experts=0))
 BEFORE = replace(
-    H200,
-    kernels=replace(H200.kernels, fused_elementwise=False),
+    SEPARATE_NORMS,
+    kernels=replace(SEPARATE_NORMS.kernels, fused_elementwise=False),
     **{name: replace(getattr(H200, name), value=value) for name, value in _THEN.items()},
 )
+MACHINES = {  # of files with kernels that are not as old as BEFORE's
+    **dict.fromkeys(("layout_speed_h200x2.json", "layout_speed_experts_h200x2.json"), SEPARATE_NORMS),
+    **dict.fromkeys(("training_step_720m_h200.json", "small_kernels_h200.txt"), H200),
+}
+# Of small_kernels_h200.txt, whose program was training_step.py with these options in place of its own.
+NORM_STEPS = {
+    "720M MoE, AdamW, new norms and router losses": "moe-720m --micro-batch-size 64 --global-batch-size 128",
+    "Mula-7B, new norms and router losses": "mula-7b-a1b --micro-batch-size 2 --global-batch-size 8",
+}
 
 
 @dataclass(frozen=True)
@@ -74,12 +86,12 @@ class Row:
 def rows() -> list[Row]:
     """Of all results that have steps of our program on H200, file by file."""
     found = []
-    for path in sorted(RESULTS.glob("*_h200x*.json")):
-        kinds = {"layout_speed_": _layout_speed, "overlap_": _overlap}
+    for path in sorted(RESULTS.glob("*_h200*.json")):
+        kinds = {"layout_speed_": _layout_speed, "overlap_": _overlap, "training_step_720m_": _training_step}
         for kind in [kinds[start] for start in kinds if path.name.startswith(start)]:
             if (path.name, "") not in SUPERSEDED:
                 found += list(kind(path.name, json.loads(path.read_text())))
-    return found
+    return found + list(_norm_steps(RESULTS / "small_kernels_h200.txt"))
 
 
 class Options(argparse.Namespace):
@@ -114,6 +126,22 @@ def _overlap(file: str, raw: dict[str, Any]) -> Iterator[Row]:
             yield _row(file, args.preset, config, about["ranks"], result["step_ms"])
 
 
+def _training_step(file: str, raw: dict[str, Any]) -> Iterator[Row]:
+    for result in raw["results"]:
+        if result["system"] == "ours":
+            config = run_config(training_step.words(result["model"], Options(**raw["options"])), torch.device("cuda"))
+            yield _row(file, result["model"], config, 1, result["step_ms"])
+
+
+def _norm_steps(path: Path) -> Iterator[Row]:
+    for line in path.read_text().splitlines():
+        what, _, rest = line.partition(": step ")
+        if what in NORM_STEPS:
+            model, *words = NORM_STEPS[what].split()
+            given = MODELS[model].split() if model in MODELS else ["--preset", model, "--seq-length", "4096"]
+            yield _row(path.name, model, run_config([*given, *words], torch.device("cuda")), 1, float(rest.split()[0]))
+
+
 def _variant(config: Any) -> str:
     """What tells a layout from others beside its sizes."""
     parallel, optimizer, layers = config.parallel, config.optimizer, config.model.num_layers
@@ -135,7 +163,7 @@ def _variant(config: Any) -> str:
 
 
 def _row(file: str, preset: str, config: Any, ranks: int, measured: float) -> Row:
-    predicted = step_time(rank_plans(config, ranks), H200 if file in TODAY else BEFORE).total * 1e3
+    predicted = step_time(rank_plans(config, ranks), MACHINES.get(file, BEFORE)).total * 1e3
     model = preset.split("-")[1].upper()  # mula-7b-a1b
     layout, length = layout_words(config, ranks), config.training.seq_length
     return Row(file, f"{model}, {_variant(config)}; {layout}, sequence {length:,}", ranks, measured, predicted)

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+_OF_DEFAULTS = ("zero_optimization", "fp16", "bf16", "bfloat16")
 _SECTIONS = (
     *("zero_optimization", "optimizer", "scheduler", "fp16", "bf16", "bfloat16", "deepspeed_ext", "data_types"),
     *("torch_autocast", "checkpoint", "timers", "tensor_parallel", "expert_parallel", "hybrid_engine", "compile"),
@@ -24,10 +25,25 @@ def check_kinds(config: Mapping[str, Any]) -> None:
         raise ValueError(f"zero_optimization.stage={stage!r} must be 0, 1, 2 or 3")
 
 
+def without_auto(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the configuration without values "auto" where DeepSpeed itself takes its default instead.
+
+    That is so in the sections of ZeRO and precision. Their keys "stage" and "enabled" stay: a default would turn off,
+    without a word, what somebody wanted to be chosen.
+    """
+    taken = {name: config[name] for name in _OF_DEFAULTS if isinstance(config.get(name), Mapping)}
+    return {**config, **{name: _without_auto(section) for name, section in taken.items()}}
+
+
+def _without_auto(section: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {key: value for key, value in section.items() if value != "auto" or key in ("stage", "enabled")}
+    return {key: _without_auto(value) if isinstance(value, Mapping) else value for key, value in kept.items()}
+
+
 def refuse_auto(config: Mapping[str, Any]) -> None:
     """Raises ValueError for values "auto", which only the Trainer of transformers replaces.
 
-    DeepSpeed would silently read some of them as "off".
+    See ``without_auto`` for those that DeepSpeed replaces. It would silently read some of the others as "off".
     """
     found = sorted(_autos({key: value for key, value in config.items() if key not in ("autotuning", "pipeline")}))
     if found:

@@ -31,6 +31,8 @@ DELEGATING = {
     *("expert_parallel", "hybrid_engine", "pipeline", "sequence_parallel_size", "tensor_parallel", "aio"),
     *("seq_parallel_communication_data_type", "use_data_before_expert_parallelism", "zero_force_ds_cpu_optimizer"),
 }
+NARROW_MASTERS = ("bf16_master_weights_and_grads", "bf16_optimizer_states", "fp16_master_weights_and_grads")
+DELEGATING |= {f"{name.split('_')[0]}.{name}" for name in NARROW_MASTERS}
 # Removed from DeepSpeed, whose error says so.
 REMOVED = {
     *("amp", "compression_training", "curriculum_learning", "eigenvalue", "elasticity", "graph_harvesting", "nebula"),
@@ -87,8 +89,8 @@ SECTION_KEYS: dict[str, tuple[set[str], set[str]]] = {
     "optimizer": ({"params", "type"}, set()),
     "torch_autocast": ({"dtype"}, {"enabled"}),
 }
-REFUSED = ("fp16.fp16_master_weights_and_grads", "bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states")
-TOP_LEVEL_KEYS = READ_HERE | READ_BY_DEEPSPEED | DELEGATING | REMOVED | {name.split(".")[0] for name in WITHOUT_EFFECT}
+TOP_LEVEL_KEYS = READ_HERE | READ_BY_DEEPSPEED | REMOVED
+TOP_LEVEL_KEYS |= {name.split(".")[0] for name in (*WITHOUT_EFFECT, *DELEGATING)}
 
 
 def unknown_keys(config: Mapping[str, Any]) -> str | None:
@@ -98,7 +100,7 @@ def unknown_keys(config: Mapping[str, Any]) -> str | None:
     """
     places = [("", config, TOP_LEVEL_KEYS)]
     for section, (ours, engines) in SECTION_KEYS.items():
-        others = {name.split(".")[1] for name in (*WITHOUT_EFFECT, *REFUSED) if name.startswith(f"{section}.")}
+        others = {name.split(".")[1] for name in (*WITHOUT_EFFECT, *DELEGATING) if name.startswith(f"{section}.")}
         places.append((f"{section}.", config.get(section) or {}, ours | engines | others))
     unknown = []
     for prefix, found, known in places:

@@ -13,6 +13,8 @@ from deepspeed.runtime.precision_config import get_bfloat16_config, get_float16_
 from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
 
 from deepspeed_ext.config_checks import number, optimizer_params, own_section, refuse_auto
+from deepspeed_ext.config_keys import NARROW_MASTERS
+from deepspeed_ext.muon_section import build_muon
 from deepspeed_ext.optimizers import OPTIMIZERS
 from deepspeed_ext.zero.options import DEFAULT_BUCKET_NUMEL, LossScaleOptions, ZeroOptions
 
@@ -66,6 +68,7 @@ def reason_for_deepspeed(config: Mapping[str, Any], model: torch.nn.Module, mesh
         f"ZeRO stage {stage}": stage not in (1, 2),
         "offload": any(device not in ("none", None) for device in offloaded) or bool(zero.get("cpu_offload")),
         "ZenFlow": bool(zero.get("zenflow")),
+        "masters in 16 bits": _has_narrow_masters(config),
         "PipelineModule": isinstance(model, PipelineModule),
         "sequence parallelism": mesh_param is not None or "sequence_parallel_size" in config,
         "AutoTP": (config.get("tensor_parallel") or {}).get("autotp_size", 0) > 1,
@@ -85,11 +88,9 @@ def zero_options(config: Mapping[str, Any]) -> ZeroOptions:
             overlap_param_gather, clip_after_steps, reduce_each_micro_batch and measure_gradient_noise.
 
     Raises:
-        ValueError: an unknown key in the section "deepspeed_ext", a value of the wrong type or out of range, "auto", or
-            16-bit master weights.
+        ValueError: an unknown key in the section "deepspeed_ext", or a value of the wrong type, out of range or "auto".
     """
     refuse_auto(config)
-    _refuse_narrow_masters(config)
     zero = config.get("zero_optimization") or {}
     bf16, communicate = get_bfloat16_config(config), config.get("communication_data_type")
     return ZeroOptions(
@@ -128,22 +129,10 @@ def _loss_scale(config: Mapping[str, Any]) -> LossScaleOptions | None:
     )
 
 
-def _refuse_narrow_masters(config: Mapping[str, Any]) -> None:
-    bf16 = get_bfloat16_config(config)
-    for section, key, is_set in (
-        (
-            "fp16",
-            "fp16_master_weights_and_grads",
-            (config.get("fp16") or {}).get("fp16_master_weights_and_grads"),
-        ),
-        ("bf16", "bf16_master_weights_and_grads", bf16.bf16_master_weights_and_grads),
-        ("bf16", "bf16_optimizer_states", bf16.bf16_optimizer_states),
-    ):
-        if is_set:
-            raise ValueError(
-                f"{section}.{key} is not supported: masters are fp32; remove it. Moments take less with "
-                'state_dtype="bf16" or "int8" in the optimizer\'s parameter groups'
-            )
+def _has_narrow_masters(config: Mapping[str, Any]) -> bool:
+    """Whether masters or moments are to be in 16 bits; a value "auto" is DeepSpeed's default, false."""
+    sections = [config.get(name) or {} for name in ("bf16", "bfloat16", "fp16")]
+    return any(section.get(key) not in (None, False, "auto") for section in sections for key in NARROW_MASTERS)
 
 
 def _dtype(key: str, value: str | None) -> torch.dtype:
@@ -152,15 +141,19 @@ def _dtype(key: str, value: str | None) -> torch.dtype:
     return torch.float32 if value is None else _DTYPES[value]
 
 
-def build_torch_optimizer(config: Mapping[str, Any], params: Iterable[Any]) -> torch.optim.Optimizer:
+def build_torch_optimizer(
+    config: Mapping[str, Any], params: Iterable[Any], model: torch.nn.Module | None = None
+) -> torch.optim.Optimizer:
     """Builds the torch optimizer that the configuration's section "optimizer" names; nothing is JIT-compiled.
 
     As in DeepSpeed, "Adam" means decoupled weight decay unless adam_w_mode is false. What is absent has DeepSpeed's
     default: no weight decay without torch_adam, and for Lion lr 1e-3 and betas (0.9, 0.999).
 
     Args:
-        config: {"optimizer": {"type": one of ``optimizers.OPTIMIZERS``, "params": its options}}.
+        config: {"optimizer": {"type": one of ``optimizers.OPTIMIZERS``, Muon or a class of torch.optim, "params": its
+            options}}.
         params: parameters, or parameter groups.
+        model: whose parameters Muon tells apart by their names.
 
     Raises:
         ValueError: the section is missing, the type unknown, or an option unknown or out of range.
@@ -168,31 +161,49 @@ def build_torch_optimizer(config: Mapping[str, Any], params: Iterable[Any]) -> t
     section = config.get("optimizer")
     if not section:
         raise ValueError('no optimizer: pass optimizer=, or an "optimizer" section in the configuration')
-    kind = str(section.get("type", "")).lower()
+    name = str(section.get("type", ""))
+    kind = name.lower()
     options = optimizer_params(section.get("params") or {})
-    classes = {name.lower(): optimizer_class for name, optimizer_class in OPTIMIZERS.items()}
-    if kind not in classes:
-        raise ValueError(
-            f"optimizer type {section.get('type')!r} is not one of {', '.join(OPTIMIZERS)}; pass optimizer="
-        )
     if "max_grad_norm" in options:
         raise ValueError("max_grad_norm is not an optimizer parameter; use gradient_clipping in the configuration")
-    decoupled = options.pop("adam_w_mode", True)
+    if kind == "muon":
+        return build_muon(options, params, model)
+    decoupled, corrects = options.pop("adam_w_mode", True), options.pop("bias_correction", True)
     if kind == "adam" and decoupled:
         kind = "adamw"
-    # DeepSpeed builds optimizers of its own here, whose defaults are not torch's or the paper's.
+    if not corrects and kind not in ("adam", "adamw"):
+        raise ValueError(f"bias_correction=false is for Adam and AdamW, not {name}; remove it")
+    classes = {known.lower(): optimizer_class for known, optimizer_class in OPTIMIZERS.items()}
+    optimizer_class = classes.get(kind) or _class_of_torch(name)
+    try:
+        optimizer = optimizer_class(params, **_with_defaults(kind, options))
+    except TypeError as error:
+        raise ValueError(f"optimizer {name!r}: {error}") from error
+    if not corrects:
+        for group in (optimizer.defaults, *optimizer.param_groups):
+            group["bias_correction"] = False  # read by ShardAdam
+    return optimizer
+
+
+def _with_defaults(kind: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Returns the options with the defaults of DeepSpeed's own optimizers, which are not torch's or the paper's."""
     if kind == "adamw" and not options.get("torch_adam"):
         options.setdefault("weight_decay", 0.0)
     elif kind == "lion":
         options.setdefault("lr", 1e-3)
         options.setdefault("betas", (0.9, 0.999))
-    for key in ("torch_adam", "fp32_optimizer_states"):  # what both ask for is always so
-        options.pop(key, None)
-    if options.pop("bias_correction", True) is False:
-        raise ValueError("bias_correction=false is not supported: torch's Adam and AdamW always correct")
     if "betas" in options:
         options["betas"] = tuple(options["betas"])
-    try:
-        return classes[kind](params, **options)
-    except TypeError as error:
-        raise ValueError(f"optimizer {section['type']!r}: {error}") from error
+    # What these two ask for is always so.
+    return {key: value for key, value in options.items() if key not in ("torch_adam", "fp32_optimizer_states")}
+
+
+def _class_of_torch(name: str) -> type[torch.optim.Optimizer]:
+    """Finds a class of torch.optim by its exact name, as DeepSpeed does, and Adagrad in any case."""
+    found = getattr(torch.optim, "Adagrad" if name.lower() == "adagrad" else name, None)
+    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+        raise ValueError(
+            f"optimizer type {name!r} is not one of {', '.join(OPTIMIZERS)}, Muon or a class of torch.optim; pass "
+            "optimizer="
+        )
+    return found

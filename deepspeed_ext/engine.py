@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from deepspeed_ext import universal
+from deepspeed_ext import universal, versions
 from deepspeed_ext.groups import ZeroGroups, expert_group_name, ranks_of, world_group
 from deepspeed_ext.zero.optimizer import EPZeroOptimizer
 from deepspeed_ext.zero.options import ZeroOptions
@@ -106,7 +106,7 @@ class EPEngineMixin:
         """
         if self.pipeline_parallelism:  # type: ignore[attr-defined]
             raise NotImplementedError("coalesce_grad_reduction() is not for pipeline parallelism: its schedule reduces")
-        if self.inside_no_sync_ctxt or not self.managed_gradient_accumulation():  # type: ignore[attr-defined, has-type]
+        if self.inside_no_sync_ctxt or not versions.manages_accumulation(self):  # type: ignore[has-type]
             raise InvalidCall(
                 "coalesce_grad_reduction() cannot be nested, in no_sync() or another, and is not for "
                 "managed_gradient_accumulation=false, where step() alone reduces"

@@ -10,11 +10,12 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.moe.layer import MoE as DeepSpeedMoE
-from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.config import DeepSpeedConfig, get_gradient_clipping
 from deepspeed.runtime.zero import partition_parameters
 from torch import nn
 
-from deepspeed_ext.config_checks import check_kinds
+from deepspeed_ext import versions
+from deepspeed_ext.config_checks import check_kinds, without_auto
 from deepspeed_ext.config_keys import keys_without_effect, refuse_unsupported, unknown_keys
 from deepspeed_ext.ds_config import build_torch_optimizer, reason_for_deepspeed, resolve_config, zero_options
 from deepspeed_ext.engine import EPEngine
@@ -27,7 +28,7 @@ from deepspeed_ext.groups import (
     world_group,
 )
 from deepspeed_ext.optimizers import shard_optimizer_for
-from deepspeed_ext.zero.deepspeed_api import is_attached
+from deepspeed_ext.zero.deepspeed_api import end_optimizers_of
 from deepspeed_ext.zero.options import ZeroOptions
 from deepspeed_ext.zero.sync_errors import (
     InvalidCall,
@@ -87,7 +88,7 @@ def initialize(
         ValueError: the same on every rank, for
             a configuration that on any rank is missing, no JSON or out of range;
             an expert-parallel size that does not divide the number of ranks;
-            a parameter that is twice in the optimizer, or in an engine that was not destroyed; sparse embeddings;
+            a parameter that is twice in the optimizer; sparse embeddings;
             ranks with different names, shapes, dtypes or order of parameters, optimizer options or accumulation steps;
             experts spread over ranks, in MoE layers not DeepSpeed's, where DeepSpeed's own optimizer would run.
     """
@@ -98,6 +99,7 @@ def initialize(
             raise InvalidCall(f"initialize needs model=, a torch.nn.Module, got {type(model).__name__}")
         resolved = resolve_config(args, config, config_params)
         check_kinds(resolved)
+        resolved = without_auto(resolved)
         marked = None if is_expert is None else mark_experts(model, is_expert)
         return model, resolved, reason_for_deepspeed(resolved, model, mesh_param), marked
 
@@ -112,6 +114,7 @@ def initialize(
         in_args = getattr(args, "deepspeed_config", None) is not None
         passed_on |= {"optimizer": optimizer, "model_parameters": model_parameters, "mesh_param": mesh_param}
         passed_on |= {"config": None if in_args else config}  # DeepSpeed refuses one given twice
+        end_optimizers_of(model.parameters())
         return _deepspeed_initialize(distributed_port=distributed_port, **passed_on)
     engine = _build_engine(optimizer, model_parameters, config, groups, passed_on)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
@@ -147,11 +150,11 @@ def _build_engine(
     config.setdefault("timers", {"throughput": {"synchronized": False}})
     prepared = _prepare(passed_on["model"], optimizer, model_parameters, config, groups, passed_on["mpu"])
     passed_on |= dict(zip(("optimizer", "zero_groups", "zero_options", "config_class"), prepared, strict=True))
+    end_optimizers_of(passed_on["model"].parameters())
     partition_parameters.shutdown_init_context()  # a surrounding zero.Init must not see the engine's own modules
     engine = EPEngine(config=config, **passed_on)
     partition_parameters.restore_init_context()
-    if hasattr(engine, "_configure_python_gc"):  # 0.19.7 has no disable_python_gc
-        engine._configure_python_gc()
+    versions.configure_python_gc(engine)
     return engine
 
 
@@ -175,12 +178,6 @@ def _prepare(
         for group in optimizer.param_groups:
             shard_optimizer_for(optimizer, group)
         signatures = parameter_signatures(model, optimizer.param_groups)
-        taken = [name for name, param in model.named_parameters() if is_attached(param)]
-        if taken:
-            raise ValueError(
-                f"parameter {taken[0]!r} belongs to another engine, which would take its gradients; call that engine's "
-                "destroy() first"
-            )
         if groups is not None and not signatures.keys() <= {None, *groups.expert}:
             unknown = sorted(str(name) for name in signatures.keys() - {None, *groups.expert})
             raise ValueError(f"expert groups {unknown} have no process group; given: {sorted(groups.expert)}")
@@ -210,7 +207,7 @@ def _torch_optimizer(
             "or None and an 'optimizer' section in the configuration"
         )
     params = list(model_parameters if model_parameters is not None else model.parameters())
-    built = optimizer(params) if optimizer is not None else build_torch_optimizer(config, params)
+    built = optimizer(params) if optimizer is not None else build_torch_optimizer(config, params, model)
     if not isinstance(built, torch.optim.Optimizer):
         raise ValueError(f"optimizer= is a function that returned {built!r}, not a torch.optim.Optimizer")
     return built
@@ -224,6 +221,10 @@ def _log_choice(reason: str | None) -> None:
             logger.info("optimizer: DeepSpeed's own (%s)", reason)
 
 
+def _is_muon(config: dict[str, Any]) -> bool:
+    return str((config.get("optimizer") or {}).get("type", "")).lower() == "muon"
+
+
 def _warn(config: dict[str, Any], reason: str | None, marked: Collection[int | None]) -> None:
     """Logs warnings. ``marked``: number of expert parameters of each rank; a pipeline stage may have none."""
     lines = [unknown_keys(config)]
@@ -234,6 +235,12 @@ def _warn(config: dict[str, Any], reason: str | None, marked: Collection[int | N
                 "gradients are clipped to norm 1: the configuration has no gradient_clipping, and that is DeepSpeed's "
                 "default; set it, 0 for none. torch.nn.utils.clip_grad_norm_ clips nothing here: param.grad is None "
                 "after backward"
+            )
+        if _is_muon(config) and get_gradient_clipping(config):
+            lines.append(
+                f"gradient_clipping={get_gradient_clipping(config)} clips the gradients, before Muon's momentum; stock "
+                "DeepSpeed clips the orthogonalised updates, which makes its steps far smaller than muon_lr. Set 0 for "
+                "the same weights in both"
             )
     if 0 in marked and not any(marked):
         lines.append("is_expert named no parameter of the model: all are trained as dense ones")

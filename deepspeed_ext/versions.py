@@ -1,14 +1,16 @@
 """The versions of DeepSpeed that the engine works with: its subclass and its optimizer use names that are not public.
 
 One rule: a version is in the range when the tests that build an engine beside stock's pass with it
-(``make test-deepspeed VERSION=0.19.7``).
+(``make test-deepspeed VERSION=0.19.0``). What only some of them have is asked for here and nowhere else.
 """
 
 import logging
+from typing import TYPE_CHECKING, Any
 
 import deepspeed
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
 
-OLDEST, NEWEST = (0, 19, 7), (0, 19, 8)
+OLDEST, NEWEST = (0, 19, 0), (0, 19, 8)
 
 
 def problem_with(version: str) -> str | None:
@@ -38,5 +40,40 @@ def check(version: str) -> None:
 def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split("+", maxsplit=1)[0].split(".")[:3] if part.isdigit())
 
+
+def manages_accumulation(engine: Any) -> bool:
+    """Whether the engine counts micro-batches; before 0.19.4 it always does."""
+    asked = getattr(engine, "managed_gradient_accumulation", None)
+    return asked is None or bool(asked())
+
+
+def configure_python_gc(engine: Any) -> None:
+    """Applies the key ``disable_python_gc``, which is of 0.19.8."""
+    configure = getattr(engine, "_configure_python_gc", None)
+    if configure is not None:
+        configure()
+
+
+class _AssignedBoundary(ZeROOptimizer):
+    """The base optimizer for engines before 0.19.5: where later ones call a method, they assign."""
+
+    _is_gradient_accumulation_boundary = True
+
+    @property
+    def is_gradient_accumulation_boundary(self) -> bool:
+        return self._is_gradient_accumulation_boundary
+
+    @is_gradient_accumulation_boundary.setter
+    def is_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        self.set_gradient_accumulation_boundary(is_boundary)
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        self._is_gradient_accumulation_boundary = bool(is_boundary)
+
+
+if TYPE_CHECKING or hasattr(ZeROOptimizer, "set_gradient_accumulation_boundary"):
+    BaseOptimizer = ZeROOptimizer
+else:
+    BaseOptimizer = _AssignedBoundary
 
 check(deepspeed.__version__)

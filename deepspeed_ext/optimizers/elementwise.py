@@ -7,11 +7,14 @@ compute the same in one pass.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from deepspeed_ext.optimizers.base import Shard, ShardableOptimizer, ShardOptimizer, StepScalars
 from deepspeed_ext.optimizers.kernels import kernels_for
 from deepspeed_ext.optimizers.kernels.options import AdamOptions, KernelOptions, LionOptions, SGDOptions
+
+_LATE_STEP = 1 << 22  # betas up to 0.999995 to this power are nothing beside 1; fp32 counts on from it by ones
 
 
 class ElementwiseOptimizer(ShardOptimizer):
@@ -35,12 +38,19 @@ class ShardAdam(ElementwiseOptimizer):
     """Runs torch.optim.AdamW and torch.optim.Adam (Loshchilov and Hutter 2019).
 
     Options of a parameter group: lr, betas, eps, weight_decay, decoupled_weight_decay (True by default: AdamW),
-    maximize, state_dtype.
+    maximize, state_dtype, and bias_correction (True by default), which torch's do not have.
     """
 
     KERNEL, OPTIONS = "adam", AdamOptions
     state_kinds = ("exp_avg", "exp_avg_sq")
     unsigned_kinds = frozenset({"exp_avg_sq"})
+
+    def update_(self, shard: Shard, options: Mapping[str, Any], scalars: StepScalars) -> None:
+        """See ShardOptimizer.update_."""
+        if not options.get("bias_correction", True):
+            # So late a step that both corrections are 1; steps stay distinct, on which the rounding of states depends.
+            scalars = replace(scalars, step=scalars.step + _LATE_STEP)
+        super().update_(shard, options, scalars)
 
 
 class ShardSGD(ElementwiseOptimizer):

@@ -139,4 +139,5 @@ class ShardAdamOfMatrices(ShardAdam):
     """AdamW on a group of a matrix optimizer, whose ``eps`` is the matrices' and whose ``adam_eps`` is AdamW's."""
 
     def update_(self, shard: Shard, options: Mapping[str, Any], scalars: StepScalars) -> None:
+        """Updates a shard in place, with ``adam_eps`` as its eps."""
         super().update_(shard, {**options, "eps": options["adam_eps"]}, scalars)

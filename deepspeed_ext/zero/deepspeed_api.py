@@ -7,12 +7,13 @@ parameter itself, which ``attach`` puts there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import register_pytree_node
 
 from deepspeed_ext.groups import world_group
 from deepspeed_ext.optimizers.base import Shard
@@ -158,6 +159,14 @@ class InnerState(Mapping[str, Any]):
         return 1 + len(self._shard.state)
 
 
+# tree_map goes into it as into the dict that it stands for.
+register_pytree_node(
+    InnerState,
+    lambda state: (list(state.values()), list(state)),
+    lambda values, kinds: dict(zip(kinds, values, strict=True)),
+)
+
+
 class _FullParam:
     """Access to whole masters, states and gradients of one parameter.
 
@@ -168,6 +177,7 @@ class _FullParam:
         has_gradients: whether gradients have been reduced since the last step.
         local_gradient: returns this rank's gradient of a parameter before it is reduced, or None.
         require: is called with what is to be done; raises while states are on the host, and waits for parameters.
+        give_way: ends the optimizer that has the parameter.
     """
 
     def __init__(
@@ -178,8 +188,9 @@ class _FullParam:
         has_gradients: Callable[[], bool],
         local_gradient: Callable[[nn.Parameter], Tensor | None],
         require: Callable[[str], None],
+        give_way: Callable[[], None],
     ) -> None:
-        self._local_gradient = local_gradient
+        self._local_gradient, self.give_way = local_gradient, give_way
         self._flat_buffer, self._name = flat_buffer, name
         self._divisor, self._has_gradients, self._require = divisor, has_gradients, require
 
@@ -265,19 +276,23 @@ def attach(
     has_gradients: Callable[[], bool],
     local_gradient: Callable[[nn.Parameter], Tensor | None],
     require: Callable[[str], None],
+    give_way: Callable[[], None],
 ) -> None:
     """Gives every parameter what DeepSpeed's ``safe_get_full_*`` look for; arguments as of ``_FullParam``."""
     for flat_buffer in flat_buffers:
         for name, param in flat_buffer.params.items():
-            full = _FullParam(flat_buffer, name, divisor, has_gradients, local_gradient, require)
+            full = _FullParam(flat_buffer, name, divisor, has_gradients, local_gradient, require, give_way)
             param._hp_mapping = None  # type: ignore[attr-defined]
             for method in _METHODS:
                 setattr(param, method, getattr(full, method))
 
 
-def is_attached(param: nn.Parameter) -> bool:
-    """Whether an optimizer of ours has the parameter."""
-    return isinstance(getattr(getattr(param, _METHODS[0], None), "__self__", None), _FullParam)
+def end_optimizers_of(params: Iterable[nn.Parameter]) -> None:
+    """Ends the optimizers of ours that have any of these parameters, before another engine takes them."""
+    for param in params:
+        full = getattr(getattr(param, _METHODS[0], None), "__self__", None)
+        if isinstance(full, _FullParam):
+            full.give_way()
 
 
 def detach(params: Sequence[nn.Parameter]) -> None:

@@ -27,7 +27,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from torch import Tensor, nn
 
@@ -36,6 +35,7 @@ from deepspeed_ext.optimizers import shard_optimizer_for
 from deepspeed_ext.optimizers.base import CurvatureOptimizer, MatrixOptimizer, Shard, StepScalars
 from deepspeed_ext.optimizers.elementwise import ElementwiseOptimizer
 from deepspeed_ext.optimizers.whole_tensors import TensorOptimizer, run_in_rounds
+from deepspeed_ext.versions import BaseOptimizer
 from deepspeed_ext.zero import deepspeed_api, gradient_noise, sharded_state
 from deepspeed_ext.zero.bucket import Bucket
 from deepspeed_ext.zero.deepspeed_api import DeepSpeedFiles
@@ -50,7 +50,7 @@ from deepspeed_ext.zero.sync_errors import BackwardTracker, StepErrors
 from deepspeed_ext.zero.update_stream import UpdateStream
 
 
-class EPZeroOptimizer(DeepSpeedFiles, ZeROOptimizer):
+class EPZeroOptimizer(DeepSpeedFiles, BaseOptimizer):
     """Wraps a torch optimizer into sharded fp32 masters and states, updated by the optimizer's rule.
 
     Frozen parameters are left out; a parameter without a gradient in a step counts as one with a zero gradient.
@@ -121,7 +121,7 @@ class EPZeroOptimizer(DeepSpeedFiles, ZeROOptimizer):
         self._row_scales: dict[nn.Parameter, Tensor] = {}
         self._further_sums: list[tuple[Bucket, dist.ProcessGroup]] = []
         self._evaluates_average = False
-        self._reduced = False
+        self._reduced = self._is_destroyed = False
         self.has_begun = False  # a backward has begun, or is about to, since the last step
         self._reductions_held = False
         self._reports_previous = self._was_previous_skipped = False
@@ -129,7 +129,12 @@ class EPZeroOptimizer(DeepSpeedFiles, ZeROOptimizer):
         self._host = HostStates(self.flat_buffers, self._reducer.settle_buffers)
         self.require_on_device = self._host.require
         deepspeed_api.attach(
-            self.flat_buffers, divisor, lambda: self._reduced, self._reducer.local_gradient, self._require_at_rest
+            self.flat_buffers,
+            divisor,
+            lambda: self._reduced,
+            self._reducer.local_gradient,
+            self._require_at_rest,
+            self._give_way,
         )
         for bucket in self._param_gather.buckets:  # type: ignore[assignment]
             inner = deepspeed_api.InnerState(bucket.shard, self._state, self.wait_for_params)
@@ -245,7 +250,7 @@ class EPZeroOptimizer(DeepSpeedFiles, ZeROOptimizer):
     def backward_epilogue(self, **kwargs: Any) -> None:
         """Ends a backward. Called by the engine after each, after the reduction if there was one."""
         each = self.options.stage == 1 and self.options.reduce_each_micro_batch
-        if each and not self.is_gradient_accumulation_boundary() and not self._reductions_held:
+        if each and not self._is_gradient_accumulation_boundary and not self._reductions_held:
             self.reduce_gradients()
         else:
             self._reducer.end_backward(reduce=False)
@@ -696,7 +701,20 @@ class EPZeroOptimizer(DeepSpeedFiles, ZeROOptimizer):
         return dict(sizes)
 
     def destroy(self) -> None:
-        """Removes all hooks. The model keeps its parameters."""
+        """Removes all hooks. The model keeps its parameters. A second call, an engine's end for one, does nothing."""
+        if self._is_destroyed:  # the parameters may have another engine's by now
+            return
+        self._is_destroyed = True
         self._param_gather.close()
         self._reducer.close()
         deepspeed_api.detach([param for flat_buffer in self.flat_buffers for param in flat_buffer.params.values()])
+
+    def _give_way(self) -> None:
+        """Ends this optimizer because another engine takes a parameter: later calls raise RuntimeError."""
+        self._host.reload()
+        self.zero_grad()  # waits for reductions in flight
+        self.destroy()
+        self.require_on_device = self._refuse
+
+    def _refuse(self, what: str, *kinds: str) -> None:
+        raise RuntimeError(f"{what}: a later engine has taken this engine's model; go on with that one")

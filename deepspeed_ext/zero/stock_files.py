@@ -56,27 +56,32 @@ class FlatPartition(Tensor):
 
     It shares the memory of its pieces, so a file grows by no data. It knows what the scripts do and nothing else:
     ``narrow`` and ``clone`` of one, and ``torch.cat`` of those of all ranks, which is a tensor in the flat buffer's
-    order. Everything else is an error, so no other program takes it for the contiguous part that stock ZeRO owns.
+    order, without the elements between parameters: only newer versions of zero_to_fp32 can skip those. Everything else
+    is an error, so no other program takes it for the contiguous part that stock ZeRO owns.
 
     Args:
         pieces: one flat tensor for each bucket, the rank's shard; after ``narrow`` some are empty.
         refusal: raised as a ValueError for every use; None: it can be used.
+        places: where the parameters lie in the flat buffer, as (start, stop); None: ``cat`` takes all elements.
     """
 
     pieces: list[Tensor]
     refusal: str | None
+    places: Sequence[tuple[int, int]] | None
 
-    def __new__(cls, pieces: Sequence[Tensor], refusal: str | None = None) -> FlatPartition:
+    def __new__(
+        cls, pieces: Sequence[Tensor], refusal: str | None = None, places: Sequence[tuple[int, int]] | None = None
+    ) -> FlatPartition:
         self = torch.empty(0).as_subclass(cls)
-        self.pieces, self.refusal = list(pieces), refusal
+        self.pieces, self.refusal, self.places = list(pieces), refusal, places
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles the pieces, which ``torch.save`` writes once however often they are in a file."""
-        return FlatPartition, (self.pieces, self.refusal)
+        return FlatPartition, (self.pieces, self.refusal, self.places)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatPartition:
-        return FlatPartition(copy.deepcopy(self.pieces, memo), self.refusal)
+        return FlatPartition(copy.deepcopy(self.pieces, memo), self.refusal, self.places)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -86,9 +91,8 @@ class FlatPartition(Tensor):
         for refusal in (one.refusal for one in parts if isinstance(one, FlatPartition) and one.refusal):
             raise ValueError(refusal)
         if func is torch.cat and all(isinstance(one, FlatPartition) for one in parts):
-            return torch.cat(
-                [piece for of_ranks in zip(*(one.pieces for one in parts), strict=True) for piece in of_ranks]
-            )
+            pieces = [piece for of_ranks in zip(*(one.pieces for one in parts), strict=True) for piece in of_ranks]
+            return torch.cat(pieces if parts[0].places is None else list(_within(pieces, parts[0].places)))
         if func is Tensor.clone and isinstance(first, FlatPartition):
             return FlatPartition([piece.clone() for piece in first.pieces])
         if func is Tensor.narrow and isinstance(first, FlatPartition):
@@ -104,6 +108,15 @@ class FlatPartition(Tensor):
             "the optimizer's files are of deepspeed_ext; load them by an engine of deepspeed_ext.initialize, or "
             "convert them by ds_to_universal and set checkpoint.load_universal"
         )
+
+
+def _within(pieces: Sequence[Tensor], places: Sequence[tuple[int, int]]) -> Iterator[Tensor]:
+    """Yields what lies in ``places`` of the tensor that the pieces are one after the other."""
+    begin = 0
+    for piece in pieces:
+        end = begin + piece.numel()
+        yield from (piece[max(a - begin, 0) : b - begin] for a, b in places if a < end and b > begin)
+        begin = end
 
 
 def add_stock_fields(optimizer: EPZeroOptimizer, ours: dict[str, Any]) -> dict[str, Any]:
@@ -123,7 +136,7 @@ def add_stock_fields(optimizer: EPZeroOptimizer, ours: dict[str, Any]) -> dict[s
                 f"experts of {flat_buffer.key.expert_group!r} are spread over ranks, which DeepSpeed's scripts would "
                 "mix; load them by an engine of deepspeed_ext.initialize and read them by safe_get_full_fp32_param"
             )
-        masters.append(FlatPartition([shard["master"] for shard in own], spread))
+        masters.append(FlatPartition([shard["master"] for shard in own], spread, _places(flat_buffer)))
         states[index] = {kind: _universal_state(optimizer, own, kind, spread) for kind in _UNIVERSAL_KINDS}
         states[index]["step"] = step
     fields = {
@@ -135,7 +148,6 @@ def add_stock_fields(optimizer: EPZeroOptimizer, ours: dict[str, Any]) -> dict[s
         },
         _MASTERS: masters,
         _MAPPINGS: [_addresses(flat_buffer) for flat_buffer in optimizer.flat_buffers],
-        "param_alignment_paddings": [_paddings(flat_buffer) for flat_buffer in optimizer.flat_buffers],
         "partition_count": [dist.get_world_size(optimizer.groups.dense)] * len(masters),
         "zero_stage": optimizer.options.stage,
         "clip_grad": optimizer.clip_grad,
@@ -181,12 +193,10 @@ def _addresses(flat_buffer: FlatBuffer) -> dict[str, fragment_address]:
     return addresses
 
 
-def _paddings(flat_buffer: FlatBuffer) -> list[int]:
-    """Elements between each stored parameter and the next, or the end of the flat buffer."""
-    names = [name for name, param in flat_buffer.params.items() if param.numel()]
-    places = [flat_buffer.slice_of(name) for name in names]
-    starts = [*(place.start for place in places[1:]), flat_buffer.layout.numel]
-    return [start - place.stop for place, start in zip(places, starts, strict=True)]
+def _places(flat_buffer: FlatBuffer) -> list[tuple[int, int]]:
+    """Where the stored parameters lie in the flat buffer."""
+    places = [flat_buffer.slice_of(name) for name, param in flat_buffer.params.items() if param.numel()]
+    return [(place.start, place.stop) for place in places]
 
 
 def _stock_loss_scaler(optimizer: EPZeroOptimizer) -> dict[str, Any]:

@@ -97,6 +97,10 @@ def _recover(rank: int, world: int, folder: str) -> dict[str, Any]:
             found[name] = [_fit(rank, world, folder, name, CHECKS, late=late, flips_in=6)]
             found[name].append(sorted(path.name for path in Path(folder, name, "checkpoints").glob("step-*")))
             found[name].append(_fit(rank, world, folder, name, CHECKS, late=late))
+    # The checksums that step 6 would be compared with are not taken, as step 5 is left out.
+    skipping = "--integrity-interval 3 --iterations-to-skip 5"
+    found["skipping"] = _fit(rank, world, folder, "skipping", skipping, late=True)
+    found["auto"] = _fit(rank, world, folder, "auto", "--integrity-interval auto", late=True, flips_in=5)
     shutdown_engine()
     return found
 
@@ -118,6 +122,9 @@ def test_recovery_is_from_before_the_flip(tmp_path: Path) -> None:
     """
     write_corpus(tmp_path / "counting")
     found = run_distributed(_recover, 4, str(tmp_path))
+    assert {one["skipping"] for one in found} == {""}
+    [text] = {one["auto"] for one in found}  # which compares steps 3 and 6 before it chooses
+    assert "silent data corruption in step 6: exp_avg_sq" in text and "first on rank 1 of node" in text
     for late, step in ((False, 7), (True, 8)):  # a device that is behind the host has queued one more
         texts = {one[f"late {late}"][0] for one in found}
         [text] = texts

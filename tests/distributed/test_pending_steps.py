@@ -21,13 +21,13 @@ from tests.integration.conftest import TINY, write_corpus
 
 KEYS = ("step", "consumed_tokens", "loss", "aux_loss", "z_loss", "grad_norm", "lr", "expert_load_max_over_mean")
 KEYS += ("router_entropy", "dropped_tokens", "valid_loss", "nonfinite")
-OPTIONS = "--expert-model-parallel-size 2 --moe-router-enable-expert-bias --eval-interval 5 --save-interval 4".split()
+OPTIONS = "--expert-model-parallel-size 2 --moe-router-enable-expert-bias --eval-interval 7 --save-interval 6".split()
 BROKEN = {  # steps whose gradients are not finite
-    "one": range(4, 5),
-    "all from 4": range(4, 99),  # the fifth in a row is followed by a checkpoint
-    "all from 5": range(5, 99),
+    "one": range(6, 7),  # in which a checkpoint is due
+    "all from 6": range(6, 99),  # a checkpoint is due in the first of five, an evaluation in the second
+    "all from 7": range(7, 99),
 }
-MISSING_AT = 7
+MISSING_AT, LAST = 9, 13
 
 
 def _break(trainer: Any, what: str) -> None:
@@ -45,16 +45,36 @@ def _break(trainer: Any, what: str) -> None:
         trainer.data.train.batch = batch
 
 
+class Uploads(list[str]):
+    """In place of a mirror: the names of what is to be uploaded."""
+
+    def start(self, path: Path, on_failure: Any) -> None:
+        self.append(path.name)
+
+    def close(self) -> None:
+        pass
+
+
 def _run(rank: int, world: int, folder: str, what: str, is_async_device: bool, resumes: bool = False) -> dict[str, Any]:
     from megatron.optimus.training import trainer as training
 
     run_dir = Path(folder) / f"{what}-{is_async_device}"
-    words = [*TINY, *OPTIONS, "--train-iters", "11", "--run-dir", str(run_dir), "--data-path", f"{folder}/counting"]
+    words = [
+        *TINY,
+        *OPTIONS,
+        "--train-iters",
+        str(LAST),
+        "--run-dir",
+        str(run_dir),
+        "--data-path",
+        f"{folder}/counting",
+    ]
     config = load(words).config
     mesh = Mesh(config.parallel, rank=rank, world_size=world)
     trainer = training.Trainer(RunContext.of(config, mesh, torch.device("cpu")))
     assert trainer.engine.optimizer._copies == []  # what a save reads is not held while the first step runs
     trainer.is_async_device = is_async_device
+    uploads = trainer.checkpoints._mirror = Uploads()  # type: ignore[assignment]
     if not resumes:
         _break(trainer, what)
     file = run_dir / "metrics.jsonl"
@@ -90,6 +110,7 @@ def _run(rank: int, world: int, folder: str, what: str, is_async_device: bool, r
     checkpoints = sorted(path.name for path in (run_dir / "checkpoints").glob("step-*"))
     return {
         **{"lines": lines, "queued": queued, "saved": saved, "error": error, "checkpoints": checkpoints},
+        "uploaded": list(uploads),
         **{"biases": torch.cat(biases), "moved": moved, "steps": trainer.step},
     }
 
@@ -100,7 +121,7 @@ def _runs(rank: int, world: int, folder: str) -> dict[str, list[dict[str, Any]]]
     init_engine(timedelta(seconds=60))
     cases = ("nothing", *BROKEN, "data")
     found = {what: [_run(rank, world, folder, what, late) for late in (False, True)] for what in cases}
-    for what in ("all from 4", "all from 5"):  # started again after exit code 4, on a sound device
+    for what in ("all from 6", "all from 7"):  # started again after exit code 4, on a sound device
         _run(rank, world, folder, what, True, resumes=True)
     shutdown_engine()
     return found
@@ -118,13 +139,14 @@ def runs(folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 @pytest.mark.parametrize(
-    ("what", "last"), [("nothing", 11), ("one", 11), ("all from 4", 8), ("all from 5", 9), ("data", MISSING_AT - 1)]
+    ("what", "last"),
+    [("nothing", LAST), ("one", LAST), ("all from 6", 10), ("all from 7", 11), ("data", MISSING_AT - 1)],
 )
 def test_the_same_lines_and_checkpoints(runs: dict[str, list[dict[str, Any]]], what: str, last: int) -> None:
     at_once, late = runs[what]
     assert [line["step"] for line in late["lines"]] == list(range(1, last + 1))
     assert late["lines"] == at_once["lines"]
-    assert late["error"] == at_once["error"] and bool(late["error"]) is (last < 11)
+    assert late["error"] == at_once["error"] and bool(late["error"]) is (last < LAST)
     assert late["checkpoints"] == at_once["checkpoints"]
     assert late["saved"] == at_once["saved"] and all(step == lines for step, lines in late["saved"].items())
     assert torch.equal(late["biases"], at_once["biases"])
@@ -134,27 +156,35 @@ def test_the_same_lines_and_checkpoints(runs: dict[str, list[dict[str, Any]]], w
 
 def test_a_step_is_read_when_the_next_one_is_queued(runs: dict[str, list[dict[str, Any]]]) -> None:
     at_once, late = runs["nothing"]
-    assert at_once["queued"] == list(range(11))
-    # when step n is queued there are n - 1 lines where the step before was followed by a checkpoint (4, 8) or a
-    # validation (5, 10), else n - 2
-    settled = {4, 5, 8, 10}
-    assert late["queued"] == [0] + [n - 1 if n - 1 in settled else n - 2 for n in range(2, 12)]
+    assert at_once["queued"] == list(range(LAST))
+    # when step n is queued there are n - 1 lines where the step before was followed by a checkpoint (6, 12) or an
+    # evaluation (7), else n - 2
+    settled = {6, 7, 12}
+    assert late["queued"] == [0] + [n - 1 if n - 1 in settled else n - 2 for n in range(2, LAST + 1)]
 
 
 def test_a_stop_for_health_comes_one_step_later(runs: dict[str, list[dict[str, Any]]]) -> None:
-    at_once, late = runs["all from 5"]
-    assert "gradients were not finite in 5 steps in a row, up to step 9" in late["error"]
-    assert at_once["steps"] == 9 and late["steps"] == 10
-    assert late["checkpoints"] == ["step-00000004"], "steps 5 to 9 are not saved"
-    at_once, late = runs["all from 4"]
-    assert at_once["steps"] == late["steps"] == 8, "step 8 is due to be saved: it is judged before"
+    at_once, late = runs["all from 7"]
+    assert "gradients were not finite in 5 steps in a row, up to step 11" in late["error"]
+    assert at_once["steps"] == 11 and late["steps"] == 12
+    assert late["checkpoints"] == ["step-00000006"], "steps 7 to 11 are not saved"
+    at_once, late = runs["all from 6"]
+    assert at_once["steps"] == late["steps"] == 10, "a save is due from step 6 on: each step is judged before"
     assert late["checkpoints"] == []
 
 
-@pytest.mark.parametrize("what", ["all from 4", "all from 5"])
+def test_a_save_that_is_due_in_a_bad_step_is_done_after_the_next_good_one(runs: Any) -> None:
+    """It is uploaded as the one that was due, and the run does not wait for the next interval."""
+    for what, steps in (("nothing", [6, 12, LAST]), ("one", [7, 12, LAST])):
+        for found in runs[what]:
+            assert [*found["saved"]] == steps
+            assert found["uploaded"] == [f"step-{step:08}" for step in steps]
+
+
+@pytest.mark.parametrize("what", ["all from 6", "all from 7"])
 def test_a_restart_does_the_updates_that_were_left_out(runs: Any, folder: Path, what: str) -> None:
     """A checkpoint was due in the five bad steps. The run that is started again ends as one without."""
-    ends = [folder / f"{name}-True" / "checkpoints" / "step-00000011" for name in (what, "nothing")]
+    ends = [folder / f"{name}-True" / "checkpoints" / f"step-{LAST:08}" for name in (what, "nothing")]
     differences = compare(*ends)
     assert {one.kind for one in differences} >= {"master", "exp_avg", "buffer"}
     assert [one for one in differences if not one.is_same] == []

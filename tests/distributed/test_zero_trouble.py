@@ -248,8 +248,8 @@ def _frozen(rank: int, stage: int) -> None:
     model = _Chain()
     model.layers[0].requires_grad_(False)
     engine = _train(_build(stage, model), rank, range(3))
-    with pytest.raises(ValueError, match=r"'layers\.1\.weight' belongs to another engine.*destroy\(\) first"):
-        _build(stage, model)
+    with pytest.raises(ValueError, match="Train batch size"):  # a second engine that fails leaves the first one
+        _build(stage, model, accumulation=-1)
     model.layers[4].requires_grad_(False)  # from now on its gradient is a zero
     _train(engine, rank, range(3, 5))
     model.layers[4].requires_grad_(True)

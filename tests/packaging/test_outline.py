@@ -16,6 +16,13 @@ FILES = {
     "megatron/optimus/data/__init__.py": "",
     "megatron/optimus/data/reader.py": "from ..checkpoint.store import Part\n",  # sideways
     "megatron/optimus/checkpoint/__init__.py": "",
+    "megatron/optimus/data/index.py": (
+        'class Index:\n    """An index."""\n    def read(self):\n        """Reads."""\n'
+        '    @property\n    def size(self):\n        """A size."""\n    @size.setter\n    def size(self, value): ...\n'
+        'class Inner(Index):\n    """Between them."""\n    def close(self): ...\n'
+        'class MappedIndex(index.Inner):\n    """Has the docstring of Index.read, not of close."""\n'
+        "    def read(self): ...\n    def close(self): ...\n"
+    ),
     "megatron/optimus/checkpoint/store.py": (
         'class Part:\n    """A part."""\n    def read(self): ...\n    def _open(self): ...\n'
     ),
@@ -37,6 +44,8 @@ FILES = {
     "csrc/cuda/gemm.cuh": "int x;\nint y;\n",
     "csrc/cuda/notes.md": "not code\n",
     "tests/unit/training/test_loop.py": "",
+    "tests/distributed/checkpoint/test_store.py": "",
+    "tests/integration/test_step.py": "",  # not where training/step.py is
     "tests/unit/deepspeed_ext/test_engine.py": "",
     "tests/ops/test_mlp.py": "",
 }
@@ -84,11 +93,13 @@ def test_long_functions_tests_docstrings_and_class_names(tree: Path) -> None:
     sources = outline.read_sources(tree)
     assert outline.functions(sources)[0] == ("long", "megatron/optimus/ops/mlp.py:1", 81)
     tested, untested = outline.modules_by_test(tree, sources)
-    assert sorted(path.name for path in tested) == ["engine.py", "loop.py", "mlp.py"]
+    assert sorted(path.name for path in tested) == ["engine.py", "loop.py", "mlp.py", "store.py"]
     assert Path("megatron/optimus/ops/triton/gemm.py") in untested
     assert outline.without_docstring(sources) == [
         "deepspeed_ext/engine.py:3 Engine",
         "megatron/optimus/checkpoint/store.py:3 Part.read",
+        "megatron/optimus/data/index.py:12 Inner.close",
+        "megatron/optimus/data/index.py:16 MappedIndex.close",
         "megatron/optimus/ops/mlp.py:1 long",
         "megatron/optimus/ops/triton/gemm.py:1 Part",
         "megatron/optimus/training/step.py:1 run",
@@ -106,7 +117,7 @@ def test_the_text_names_each_finding_and_its_place(tree: Path) -> None:
         "Circles of modules: 2",
         "through an import inside a function: megatron.optimus.config.schema, ",
         "   81  megatron/optimus/ops/mlp.py:1 long",
-        "Modules with a test of their name: 3; without: 8",
+        "Modules with a test of their name: 4; without: 8",
         "Class names used more than once: 1\n    Part: ",
     ):
         assert said in text

@@ -219,11 +219,11 @@ def functions(sources: Iterable[Source]) -> list[Function]:
 
 
 def places_of_test(path: Path) -> list[Path]:
-    """Where a module's test may be: tests/unit mirrors the package; those of ops may be in tests/ops."""
+    """Where a module's test may be: each folder of tests mirrors the package, and tests/ops its room ops."""
     is_ours = path.parts[0] == "megatron"
     folders = path.parts[2:-1] if is_ours else path.parts[:-1]
     name = f"test_{path.name}"
-    places = [Path("tests", "unit", *folders, name)]
+    places = [Path("tests", kind, *folders, name) for kind in ("unit", "distributed", "integration")]
     if is_ours and folders[:1] == ("ops",):
         places += [Path("tests", *folders, name), Path("tests", "ops", name)]
     return places
@@ -240,21 +240,40 @@ def modules_by_test(root: Path, sources: Iterable[Source]) -> tuple[list[Path], 
     return tested, untested
 
 
+def _base_names(node: ast.ClassDef) -> list[str]:
+    """The last words of a class's bases, ``Tracker`` for ``trackers.Tracker``; class names are unique in the tree."""
+    return [base.attr if isinstance(base, ast.Attribute) else getattr(base, "id", "") for base in node.bases]
+
+
 def without_docstring(sources: Iterable[Source]) -> list[str]:
-    """Places and names of public functions, classes and methods of public classes that have no docstring."""
+    """Places and names of public functions, classes and methods of public classes that have no docstring.
+
+    As ``help`` shows them: a method has the docstring of the one it overrides, and a property that of its getter.
+    """
+    sources = list(sources)
+    classes = {node.name: node for source in sources for node in source.tree.body if isinstance(node, ast.ClassDef)}
     found = []
 
-    def look(source: Source, body: list[ast.stmt], prefix: str) -> None:
+    def inherits(name: str, method: str, seen: tuple[str, ...] = ()) -> bool:
+        bases = [base for base in _base_names(classes[name]) if base in classes and base not in seen]
+        return any(
+            any(getattr(node, "name", "") == method and ast.get_docstring(node) for node in classes[base].body)  # type: ignore[arg-type]
+            or inherits(base, method, (*seen, name))
+            for base in bases
+        )
+
+    def look(source: Source, body: list[ast.stmt], owner: str = "") -> None:
         for node in body:
             if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) or node.name[0] == "_":
                 continue
-            if ast.get_docstring(node) is None:
-                found.append(f"{source.path}:{node.lineno} {prefix}{node.name}")
-            if isinstance(node, ast.ClassDef):
-                look(source, node.body, f"{prefix}{node.name}.")
+            is_setter = any(isinstance(each, ast.Attribute) and each.attr == "setter" for each in node.decorator_list)
+            if not (ast.get_docstring(node) or is_setter or (owner and inherits(owner, node.name))):
+                found.append(f"{source.path}:{node.lineno} {owner}{'.' if owner else ''}{node.name}")
+            if isinstance(node, ast.ClassDef) and not owner:
+                look(source, node.body, node.name)
 
     for source in sources:
-        look(source, source.tree.body, "")
+        look(source, source.tree.body)
     return found
 
 

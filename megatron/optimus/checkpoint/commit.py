@@ -39,6 +39,7 @@ class Committed(NamedTuple):
 
     @property
     def name(self) -> str:
+        """Name of the checkpoint's folder."""
         return f"{_PREFIXES[self.kind]}-{self.step:08d}" + (f".r{self.revision}" if self.revision else "")
 
 

@@ -60,10 +60,12 @@ class StoredPiece:
 
     @property
     def numel(self) -> int:
+        """Number of elements in the piece."""
         return self.region.numel
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of the elements in the file."""
         return self.numel * DTYPE_BYTES[self.dtype]
 
 
@@ -79,6 +81,7 @@ class TensorEntry:
 
     @property
     def numel(self) -> int:
+        """Number of elements in the whole tensor."""
         return math.prod(self.shape)
 
 
@@ -131,6 +134,7 @@ class Manifest:
 
 
 def tensor_to_json(entry: TensorEntry) -> dict[str, Any]:
+    """Returns a tensor's entry of the manifest's JSON."""
     return {
         "name": entry.name,
         "kind": entry.kind,

@@ -23,7 +23,6 @@ import contextlib
 import itertools
 import json
 import logging
-import math
 import os
 import secrets
 import time
@@ -45,14 +44,12 @@ from megatron.optimus.checkpoint.writer import Task
 from megatron.optimus.platform import device as devices
 from megatron.optimus.platform import memory_slots
 from megatron.optimus.platform.environment import node_name
+from megatron.optimus.platform.intervals import AUTO, FIRST_STEPS, agreed_interval
 from megatron.optimus.platform.memory import GIB, host_memory
 from megatron.optimus.platform.memory_slots import DATA_START, GENERATIONS, Generation, MemorySlot
 from megatron.optimus.platform.pinned_memory import pin_buffers
 from megatron.optimus.platform.ranks import Ranks, attempt
 
-AUTO = -1  # as ``interval``
-_AUTO_SHARE = 0.01  # of a step
-_AUTO_STEPS = 3  # between the first copies, whose cost is measured
 _PAGE = 4096
 _PART_BYTES = 64 << 20  # hashed by one thread, sent in one message
 
@@ -128,7 +125,7 @@ class MemoryCheckpoints:
         self._task: Task | None = None
         self._stall_s: float | None = None  # since ``take_stall``
         # With AUTO: what the last copy took of training, when it began to run beside it, and after which step.
-        self._every, self._next_step, self._num_copies = _AUTO_STEPS, -1, 0
+        self._every, self._next_step, self._num_copies = FIRST_STEPS, -1, 0
         self._cost_s = self._thread_s = self._went_on = 0.0
         self._last_step = 0
 
@@ -191,7 +188,7 @@ class MemoryCheckpoints:
         if self._interval != AUTO:
             return self._interval > 0 and step % self._interval == 0
         if self._next_step < 0:  # the first steps are not usual
-            self._next_step = step + _AUTO_STEPS
+            self._next_step = step + FIRST_STEPS
         return step >= self._next_step
 
     def start(self, slices: Sequence[TensorSlice], header: Manifest) -> None:
@@ -264,8 +261,7 @@ class MemoryCheckpoints:
         """Chooses the steps to the next copy from the cost of the last one and the time of the steps since."""
         if self._num_copies >= 2:  # the first one is not usual
             step_s = (now - self._went_on) / max(1, step - self._last_step)
-            wanted = math.ceil(self._cost_s / (_AUTO_SHARE * max(step_s, 1e-9)))
-            self._every = max(1, -self._ranks.start_all_reduce_min(-wanted)())
+            self._every = agreed_interval(self._cost_s, step_s, self._ranks)
             if self._num_copies == 2:
                 text = "memory checkpoints every %d steps: a copy costs %.4f s, a step takes %.3f s"
                 log.info(text, self._every, self._cost_s, step_s)

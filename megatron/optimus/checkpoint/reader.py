@@ -49,15 +49,18 @@ class ReadChunk:
 
     @property
     def region(self) -> Region:
+        """Which elements of the whole tensor the chunk holds."""
         shape, begin, _, box = self.piece.region
         return Region(shape, begin + self.start, begin + self.stop, box)
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of the chunk in the file."""
         return (self.stop - self.start) * DTYPE_BYTES[self.piece.dtype]
 
     @property
     def is_last(self) -> bool:
+        """Whether the piece ends with this chunk."""
         return self.stop == self.piece.numel
 
 
@@ -119,6 +122,7 @@ class ShardFiles:
             raise DamagedError(f"{self.where(piece)}: damaged: xxh3_128 is {found}, the manifest says {piece.xxh3_128}")
 
     def where(self, piece: StoredPiece) -> str:
+        """Names a piece's tensor, elements and file, for an error."""
         _, start, stop, box = piece.region
         of_box = "" if box is None else f" of box {box}"
         place = f"elements [{start}, {stop}){of_box} in {self._path / piece.file}"
@@ -147,6 +151,7 @@ class ShardFiles:
                 self._files[name] = file, users - 1
 
     def close(self) -> None:
+        """Closes all files."""
         for file, _ in self._files.values():
             file.close()
         self._files.clear()

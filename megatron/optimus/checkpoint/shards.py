@@ -70,6 +70,7 @@ class WriteItem:
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of the tensor in the file, without header."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -239,6 +240,7 @@ class ShardFile:
         return 0
 
     def close(self) -> None:
+        """Closes the file."""
         os.close(self._descriptor)
         if self._direct is not None:
             os.close(self._direct)

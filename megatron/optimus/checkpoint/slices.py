@@ -48,6 +48,7 @@ class Region(NamedTuple):
 
     @property
     def numel(self) -> int:
+        """Number of elements in the region."""
         return self.stop - self.start
 
     def boxes(self) -> list[Box]:
@@ -64,15 +65,25 @@ class Encoded(Protocol):
     """Elements that are kept in fewer bits than they are stored in, as deepspeed_ext's StoredState has them."""
 
     @property
-    def values(self) -> torch.Tensor: ...  # 1-D, an entry for each element
+    def values(self) -> torch.Tensor:
+        """The encoded elements, 1-D, one entry for each."""
+
     @property
-    def scale(self) -> torch.Tensor | None: ...  # what decoding needs besides
-    def part(self, start: int, stop: int) -> Encoded: ...  # elements [start, stop)
+    def scale(self) -> torch.Tensor | None:
+        """What decoding needs besides the values; None: nothing."""
+
+    def part(self, start: int, stop: int) -> Encoded:
+        """Elements [start, stop) of these."""
+
     @property
-    def first(self) -> int: ...  # number of the first element in its block
-    # The same in other memory; with ``first``, other elements of such a state.
-    def moved(self, values: torch.Tensor, scale: torch.Tensor | None, first: int | None = None) -> Encoded: ...
-    def read(self) -> torch.Tensor: ...  # decoded, in host memory
+    def first(self) -> int:
+        """Number of the first element in its block."""
+
+    def moved(self, values: torch.Tensor, scale: torch.Tensor | None, first: int | None = None) -> Encoded:
+        """The same elements in other memory; with ``first``, other elements of such a state."""
+
+    def read(self) -> torch.Tensor:
+        """Decodes the elements into host memory."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +134,7 @@ class TensorSlice:
 
     @property
     def region(self) -> Region:
+        """Which elements of the global tensor the slice holds."""
         return Region(tuple(self.global_shape), self.start, self.stop, self.box)
 
     @property
@@ -168,6 +180,7 @@ def box_fits(box: Box, shape: Sequence[int]) -> bool:
 
 
 def box_numel(box: Box) -> int:
+    """Number of elements in a box."""
     return math.prod(stop - start for start, stop in box)
 
 
@@ -213,6 +226,7 @@ class Overlap(NamedTuple):
 
     @property
     def numel(self) -> int:
+        """Number of elements that both regions have."""
         return box_numel(self.box)
 
     def in_first(self, flat: torch.Tensor) -> torch.Tensor:

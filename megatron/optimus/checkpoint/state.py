@@ -22,43 +22,68 @@ class StateShardLike(Protocol):
     """The part of one parameter's optimizer state that this rank owns, as deepspeed_ext's StateShardLike has it."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Name of the parameter in the whole model."""
+
     @property
-    def param(self) -> nn.Parameter: ...
+    def param(self) -> nn.Parameter:
+        """The parameter on this rank."""
+
     @property
-    def start(self) -> int: ...  # of the flattened local parameter
+    def start(self) -> int:
+        """First element of the shard in the flattened local parameter."""
+
     @property
-    def stop(self) -> int: ...
+    def stop(self) -> int:
+        """The element after the shard's last one."""
+
     @property
-    def tensors(self) -> Mapping[str, torch.Tensor]: ...  # kind -> live 1-D view of stop - start elements
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """Kind -> live 1-D view of stop - start elements."""
+
     @property
-    def stored(self) -> Mapping[str, Encoded]: ...  # of these, what is not kept in fp32
-    def new_copy(self, kind: str) -> torch.Tensor: ...  # of a stored one, to be written whole
+    def stored(self) -> Mapping[str, Encoded]:
+        """Kind -> encoded state, of those ``tensors`` that are not kept in fp32."""
+
+    def new_copy(self, kind: str) -> torch.Tensor:
+        """Returns an fp32 tensor in host memory for a stored state that is to be written whole: it is not decoded."""
 
 
 class MatrixStateLike(Protocol):
     """The states of one whole matrix that this rank owns, as deepspeed_ext's MatrixStateLike has them."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Name of the parameter in the whole model."""
+
     @property
-    def param(self) -> nn.Parameter: ...
+    def param(self) -> nn.Parameter:
+        """The parameter on this rank."""
+
     @property
-    def index(self) -> int: ...  # of the matrix among those of the local parameter
+    def index(self) -> int:
+        """Number of the matrix among those of the local parameter."""
+
     @property
-    def count(self) -> int: ...
+    def count(self) -> int:
+        """How many matrices the local parameter has."""
+
     @property
-    def tensors(self) -> Mapping[str, torch.Tensor]: ...  # kind -> live tensor of the state's own shape
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """Kind -> live tensor of the state's own shape."""
 
 
 class ShardedOptimizer(Protocol):
     """An optimizer whose states are sharded over ranks, as that of deepspeed_ext is."""
 
-    def state_shards(self) -> Sequence[StateShardLike]: ...
-    def matrix_states(self) -> Sequence[MatrixStateLike]: ...
-    def tensor_states(
-        self, *, all_copies: bool
-    ) -> Sequence[StateShardLike]: ...  # numbers of rows or columns, no masters
+    def state_shards(self) -> Sequence[StateShardLike]:
+        """The states of this rank that are as long as their shard of a parameter."""
+
+    def matrix_states(self) -> Sequence[MatrixStateLike]:
+        """The states of whole matrices that this rank owns."""
+
+    def tensor_states(self, *, all_copies: bool) -> Sequence[StateShardLike]:
+        """The states with a number for each row or column of a tensor; no masters."""
 
 
 def global_name_shape(name: str, param: torch.Tensor) -> tuple[str, tuple[int, ...]]:

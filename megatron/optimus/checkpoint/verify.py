@@ -123,6 +123,7 @@ class Difference:
 
     @property
     def is_same(self) -> bool:
+        """Whether all elements were compared and are equal."""
         return self.reason is None and self.num_different == 0
 
 

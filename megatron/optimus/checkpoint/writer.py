@@ -62,9 +62,11 @@ class Task:
 
     @property
     def is_done(self) -> bool:
+        """Whether the function has returned or raised."""
         return not self._thread.is_alive()
 
     def join(self, seconds: float | None = None) -> None:
+        """Waits for the function, at most ``seconds``; None: without limit."""
         self._thread.join(seconds)
 
 
@@ -214,6 +216,7 @@ class SharedFile:
         os.fsync(self._buffered)
 
     def close(self) -> None:
+        """Closes the file."""
         os.close(self._buffered)
         if self._direct is not None:
             os.close(self._direct)
@@ -292,5 +295,6 @@ class PieceWriter:
         self._hashed_s = 0.0
 
     def close(self) -> None:
+        """Waits for the hashing thread and closes the file."""
         self._thread.shutdown(wait=True)
         self._file.close()

@@ -40,6 +40,8 @@ COSTS = {
 
 
 class State(str, Enum):
+    """How one checked part of the installation is."""
+
     OK = "ok"
     ABSENT = "absent"  # and not needed here
     WARNING = "warning"  # works, but slower or not for long

@@ -100,9 +100,11 @@ class DrilledRun:
         self.target.launcher = self.process.pid
 
     def is_alive(self) -> bool:
+        """Whether the launcher has not ended."""
         return self.process.poll() is None
 
     def text(self, offset: int) -> str:
+        """The log from a byte on."""
         return self.log.read_bytes()[offset:].decode(errors="replace")
 
     def lines(self) -> list[dict[str, Any]]:
@@ -113,6 +115,7 @@ class DrilledRun:
         return []
 
     def last_step(self) -> int:
+        """The last step in metrics.jsonl; 0 before the first."""
         lines = self.lines()
         return int(lines[-1]["step"]) if lines else 0
 

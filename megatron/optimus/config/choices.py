@@ -6,33 +6,45 @@ from enum import Enum
 
 
 class Normalization(str, Enum):
+    """Values of ``normalization``: the norm before each part of a layer and before the head."""
+
     RMSNORM = "rmsnorm"
     LAYERNORM_NONPARAMETRIC = "layernorm-nonparametric"  # OLMo-1B: no scale, no shift
 
 
 class QKNormScope(str, Enum):
+    """Values of ``qk_layernorm_scope``: what one norm of queries and keys spans."""
+
     FULL = "full"  # mean square and scale over all heads together: OLMoE, Mula
     HEAD = "head"  # mean square of each head, one scale shared by all heads: Qwen3
 
 
 class RotaryScaling(str, Enum):
+    """Values of ``rotary_scaling``: how rotary frequencies are changed for longer sequences."""
+
     NONE = "none"
     LINEAR = "linear"  # every frequency divided by the factor (arXiv 2306.15595)
     LLAMA3 = "llama3"  # low frequencies divided, high ones kept, interpolated between (arXiv 2407.21783)
 
 
 class ScoreFunction(str, Enum):
+    """Values of ``moe_router_score_function``: how the router's logits become scores."""
+
     SOFTMAX = "softmax"
     SIGMOID = "sigmoid"
 
 
 class LoadBalancing(str, Enum):
+    """Values of ``moe_router_load_balancing_type``: the load-balancing loss of the router."""
+
     NONE = "none"
     AUX_LOSS = "aux_loss"  # token fractions of one micro-batch on one rank
     GLOBAL_AUX_LOSS = "global_aux_loss"  # token fractions of the global batch
 
 
 class TokenDispatcherType(str, Enum):
+    """Values of ``moe_token_dispatcher_type``: how tokens reach the ranks of their experts."""
+
     ALLGATHER = "allgather"  # all-gather before the experts, reduce-scatter after: the paper's
     ALLTOALL = "alltoall"  # sends a token once to every rank that has one of its experts
     HIERARCHICAL = "hierarchical"  # sends a token once to every such node, and there once to every such rank
@@ -41,11 +53,15 @@ class TokenDispatcherType(str, Enum):
 
 
 class ExpertPlacement(str, Enum):
+    """Values of ``moe_expert_placement``: which experts an expert-parallel rank owns, of E over EP ranks."""
+
     CONTIGUOUS = "contiguous"  # rank r owns experts [r*E/EP, (r+1)*E/EP)
     INTERLEAVED = "interleaved"  # rank r owns experts r, r+EP, r+2*EP, ...
 
 
 class PipelineSchedule(str, Enum):
+    """Values of ``pipeline_schedule``: the order of a pipeline's forwards and backwards."""
+
     ONE_F_ONE_B = "1f1b"
     INTERLEAVED_1F1B = "interleaved-1f1b"  # several model chunks per rank: a smaller bubble, more messages
     INTERLEAVED_ZERO_BUBBLE = "interleaved-zero-bubble"  # weight gradients fill the bubble (arXiv 2401.10241)
@@ -53,6 +69,8 @@ class PipelineSchedule(str, Enum):
 
 
 class ContextCommunication(str, Enum):
+    """Values of ``cp_comm_type``: how context-parallel ranks exchange keys and values."""
+
     A2A = "a2a"  # Ulysses: an all-to-all gives each rank all positions of some heads
     P2P = "p2p"  # ring attention: keys and values pass through all ranks
 
@@ -66,6 +84,8 @@ class Recompute(str, Enum):
 
 
 class Precision(str, Enum):
+    """Values of ``params_dtype``: the dtype in which the model computes."""
+
     BF16 = "bf16"
     FP32 = "fp32"
 
@@ -79,11 +99,15 @@ class OnNan(str, Enum):
 
 
 class OnLossSpike(str, Enum):
+    """Values of ``on_loss_spike``: what follows a loss spike."""
+
     NONE = "none"
     ROLLBACK = "rollback"
 
 
 class Float8(str, Enum):
+    """Values of ``fp8``: which matrix products are computed in 8-bit floating point."""
+
     NONE = "none"
     HYBRID = "hybrid"  # products of projections, MLPs and experts: e4m3 forward, e5m2 gradients
 
@@ -163,34 +187,46 @@ class OptimizerName(str, Enum):
 
 
 class OptimizerStateDtype(str, Enum):
+    """Values of ``optimizer_state_dtype``: the dtype in which optimizer states are kept."""
+
     FP32 = "fp32"
     BF16 = "bf16"
     INT8 = "int8"  # with a scale for every 256 elements
 
 
 class MuonLRAdjustment(str, Enum):
+    """Values of ``muon_adjust_lr_fn``: how the rate of a matrix depends on its shape."""
+
     ORIGINAL = "original"  # lr * sqrt(max(1, rows / columns))
     MATCH_RMS_ADAMW = "match_rms_adamw"  # lr * 0.2 * sqrt(max(rows, columns)): AdamW's lr and weight decay carry over
 
 
 class Parametrization(str, Enum):
+    """Values of ``parametrization``: how initial values, rates and decay depend on the model's size."""
+
     STANDARD = "standard"  # the same initial values, rate and decay for every tensor
     MUP = "mup"  # they depend on the width, as config/parametrization.py says
     COMPLETEP = "completep"  # and on the depth
 
 
 class ShampooGraft(str, Enum):
+    """Values of ``shampoo_graft``: the optimizer whose norm the update of a matrix gets."""
+
     RMSPROP = "rmsprop"
     SGD = "sgd"
 
 
 class LRBatchRule(str, Enum):
+    """Values of ``lr_batch_rule``: how a resumed run with another batch size changes its rates."""
+
     NONE = "none"
     SQRT = "sqrt"
     LINEAR = "linear"
 
 
 class LRDecayStyle(str, Enum):
+    """Values of ``lr_decay_style``: the schedule of the rate after the warm-up."""
+
     COSINE = "cosine"
     LINEAR = "linear"
     CONSTANT = "constant"
@@ -200,6 +236,8 @@ class LRDecayStyle(str, Enum):
 
 
 class WSDDecayStyle(str, Enum):
+    """Values of ``lr_wsd_decay_style``: the shape of the decay at the end of WSD."""
+
     LINEAR = "linear"
     COSINE = "cosine"
     EXPONENTIAL = "exponential"  # 2 * 0.5**progress - 1
@@ -207,6 +245,8 @@ class WSDDecayStyle(str, Enum):
 
 
 class TokenizerType(str, Enum):
+    """Values of ``tokenizer_type``: the library that a tokenizer is of."""
+
     HF = "HuggingFaceTokenizer"  # a tokenizer.json, or a folder with one
     SENTENCEPIECE = "SentencePieceTokenizer"
     TIKTOKEN = "TikTokenizer"  # a .tiktoken file
@@ -214,17 +254,23 @@ class TokenizerType(str, Enum):
 
 
 class SplitBy(str, Enum):
+    """Values of ``split_by``: what assigns a document to training, validation or test."""
+
     AUTO = "auto"  # by hash where preprocessing has prepared every file for it, else by position
     HASH = "hash"  # of a document's text: equal documents are in one split, whatever the order of a file
     POSITION = "position"  # in the file
 
 
 class Packing(str, Enum):
+    """Values of ``packing``: how documents fill samples."""
+
     NONE = "none"  # samples are windows of the token stream
     BEST_FIT = "best-fit"  # samples are packed with whole documents, few of which are split
 
 
 class DistributedBackend(str, Enum):
+    """Values of ``distributed_backend``: the backend of torch.distributed."""
+
     AUTO = "auto"
     NCCL = "nccl"
     XCCL = "xccl"
@@ -233,6 +279,8 @@ class DistributedBackend(str, Enum):
 
 
 class Device(str, Enum):
+    """Values of ``device``: the kind of device that a rank computes on."""
+
     AUTO = "auto"
     CPU = "cpu"
     CUDA = "cuda"

@@ -37,6 +37,7 @@ class LayerCost(NamedTuple):
 
     @property
     def total(self) -> int:
+        """Multiply-adds of the whole layer."""
         return sum(self)
 
 

@@ -45,6 +45,7 @@ class ParameterSpec:
 
     @property
     def numel(self) -> int:
+        """Number of elements in the whole parameter."""
         return math.prod(self.shape)
 
 

@@ -30,6 +30,7 @@ class RankPlan:
 
     @property
     def model(self) -> ModelConfig:
+        """The model section of the run's configuration."""
         return self.config.model
 
     # ---- layers and micro-batches
@@ -41,6 +42,7 @@ class RankPlan:
 
     @cached_property
     def num_stages(self) -> int:
+        """Stages of the whole pipeline: ranks x chunks."""
         return self.layout.pp * self.config.parallel.virtual_pipeline_model_parallel_size
 
     @cached_property
@@ -58,6 +60,7 @@ class RankPlan:
 
     @cached_property
     def num_layers(self) -> int:
+        """Layers on this rank."""
         return sum(map(len, self.chunks))
 
     @cached_property
@@ -68,6 +71,7 @@ class RankPlan:
 
     @cached_property
     def num_moe_layers(self) -> int:
+        """Layers with experts on this rank."""
         return sum(map(sum, self.moe_flags))
 
     @cached_property
@@ -78,10 +82,12 @@ class RankPlan:
 
     @property
     def num_dense_layers(self) -> int:
+        """Layers without experts on this rank."""
         return self.num_layers - self.num_moe_layers
 
     @property
     def has_embedding(self) -> bool:
+        """Whether the first stage is on this rank."""
         return 0 in self.stages
 
     @property
@@ -108,6 +114,7 @@ class RankPlan:
 
     @property
     def sequences(self) -> int:
+        """Sequences of a micro-batch."""
         return self.config.training.micro_batch_size
 
     @property

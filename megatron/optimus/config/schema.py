@@ -494,7 +494,10 @@ class TrainingConfig:
     max_rollbacks: int = option(3, "rollbacks of a run; a further one ends it, or is left out for a loss spike")
     rollback_margin: int = option(2, "steps before and after the bad ones whose samples a rollback skips too")
     integrity_interval: int = option(
-        0, "steps between comparisons of checksums of weights and optimizer states, which find flipped bits; 0: never"
+        0,
+        "steps between comparisons of checksums of weights and optimizer states, which find flipped bits; auto (-1): "
+        "so that they cost 1% of a step; 0: never",
+        words={"auto": -1},
     )
     integrity_gradient_interval: int = option(
         0, "steps between comparisons of a micro-batch's gradient that two ranks compute; 0: never"
@@ -519,7 +522,8 @@ class TrainingConfig:
     def __post_init__(self) -> None:
         at_least(self, 1, "train_iters", "micro_batch_size", "global_batch_size", "seq_length", "eval_iters")
         at_least(self, 0, "seed", "eval_interval", "exit_interval")
-        at_least(self, 0, "max_rollbacks", "rollback_margin", "integrity_interval", "integrity_gradient_interval")
+        at_least(self, 0, "max_rollbacks", "rollback_margin", "integrity_gradient_interval")
+        at_least(self, -1, "integrity_interval")
         at_least(self, 1, "eval_tasks_interval", "eval_tasks_limit")
         require(
             min(self.iterations_to_skip, default=1) >= 1,

@@ -51,6 +51,7 @@ class Conversion:
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of all tensors, without headers."""
         return sum(tensor.num_bytes for tensor in self.tensors)
 
 

@@ -111,6 +111,7 @@ class OutputTensor:
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of the elements."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -206,6 +207,7 @@ class Source(ABC):
         """Checks hashes of what has been read and not been checked yet. Raises CheckpointError naming the tensor."""
 
     def close(self) -> None:
+        """Closes the open files."""
         for resource in self.resources:
             resource.close()
 
@@ -215,10 +217,12 @@ class Source(ABC):
 
     @property
     def model(self) -> ModelConfig:
+        """The model section of the run's configuration."""
         return self.run.model
 
     @property
     def kinds(self) -> set[str]:
+        """The kinds of tensors that it holds of every parameter."""
         return {kind for _, kind in self.dtypes}
 
     @property
@@ -325,6 +329,7 @@ def write_items(source: Source, tensors: Iterable[ForeignTensor], kind: str, opt
 
 
 def output_tensors(items: Iterable[WriteItem]) -> list[OutputTensor]:
+    """Lists tensors that are to be written, for ``Destination``."""
     return [OutputTensor(item.key, item.dtype, item.shape) for item in items]
 
 

@@ -127,6 +127,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Writes JSON to a new file and refuses NaN and infinity, which JSON lacks."""
     write_new(path, (json.dumps(value, indent=2, allow_nan=False) + "\n").encode())
 
 

@@ -68,10 +68,12 @@ class ForeignTensor:
 
     @property
     def columns(self) -> int:
+        """Columns of the tensor as a matrix."""
         return row_width(self.shape)
 
     @property
     def rows(self) -> int:
+        """Rows of the tensor as a matrix, padding included."""
         return math.prod(self.shape) // self.columns
 
 

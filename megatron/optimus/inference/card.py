@@ -67,6 +67,7 @@ class TaskCard:
     by_shots: dict[int, float] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
+        """The fields as plain JSON values."""
         return asdict(self)
 
 

@@ -146,10 +146,12 @@ class Request:
 
     @property
     def most_tokens(self) -> int:
+        """Most tokens of the completion: the limit asked for, or the positions that the prompt leaves."""
         return min(self.limits.max_new_tokens, self.loaded.config.max_position_embeddings - len(self.prompt))
 
     @property
     def is_done(self) -> bool:
+        """Whether the completion has ended."""
         return self.completion.finish_reason is not None
 
     def add(self, token: int, logprob: float) -> None:

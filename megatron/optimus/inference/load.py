@@ -64,6 +64,7 @@ class TextModel:
 
     @property
     def config(self) -> ModelConfig:
+        """The model section of the configuration."""
         return self.model.config
 
     def logits(self, x_BSD: Tensor) -> Tensor:

@@ -39,11 +39,20 @@ class RankProcess(Protocol):
     """A rank's process, forked or a new interpreter."""
 
     @property
-    def pid(self) -> int: ...
-    def poll(self) -> int | None: ...
-    def send_signal(self, number: int, /) -> None: ...
-    def kill(self) -> None: ...
-    def wait(self, timeout: float | None = None) -> int: ...
+    def pid(self) -> int:
+        """Process id."""
+
+    def poll(self) -> int | None:
+        """Returns the exit code, negative for a signal; None while it runs."""
+
+    def send_signal(self, number: int, /) -> None:
+        """Sends a signal, unless the process has ended."""
+
+    def kill(self) -> None:
+        """Sends SIGKILL."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Waits for the end and returns the exit code. ``timeout``: seconds; None: without limit."""
 
 
 @dataclass(frozen=True)

@@ -72,6 +72,7 @@ class Launch:
 
     @property
     def world_size(self) -> int:
+        """Number of ranks."""
         return self.num_nodes * self.ranks_per_node
 
     def command(self, hosts: Sequence[str], hostfile: str) -> list[str]:

@@ -56,11 +56,13 @@ class ForkedRank:
         return self.returncode
 
     def send_signal(self, number: int) -> None:
+        """Sends a signal, unless the rank has ended."""
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
     def kill(self) -> None:
+        """Sends SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
     def wait(self, timeout: float | None = None) -> int:

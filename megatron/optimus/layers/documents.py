@@ -52,6 +52,7 @@ class Documents:
 
     @property
     def lengths(self) -> list[int]:
+        """Tokens of each document."""
         return [stop - start for start, stop in zip(self.cu_seqlens_host, self.cu_seqlens_host[1:], strict=False)]
 
     def to(self, device: torch.device) -> Documents:
@@ -59,6 +60,7 @@ class Documents:
         return Documents(self.cu_seqlens_host, self.cu_seqlens_N1.to(device, non_blocking=pins_memory(device)))
 
     def pin_memory(self) -> Documents:
+        """A copy whose tensor is in pinned memory."""
         return Documents(self.cu_seqlens_host, self.cu_seqlens_N1.pin_memory())
 
 

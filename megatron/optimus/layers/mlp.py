@@ -65,5 +65,6 @@ class MLP(nn.Module):
         self.project_out: ProjectOut = project_out
 
     def forward(self, x: Tensor) -> Tensor:
+        """Computes down(silu(gate(x)) * up(x)), [..., D] in the dtype of x."""
         gate, up = self.project_in(x, (self.gate_proj, self.up_proj))
         return self.project_out(ops.silu_mul(gate, up), self.down_proj)

@@ -48,6 +48,7 @@ class NonparametricLayerNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        """Normalizes the last dim in fp32; shape and dtype are those of x."""
         if x.is_cuda:  # CUDA's kernel computes in fp32; the CPU's rounds within the backward
             return F.layer_norm(x, (self.width,), eps=self.eps)
         return F.layer_norm(x.float(), (self.width,), eps=self.eps).to(x.dtype)

@@ -25,6 +25,8 @@ aten = torch.ops.aten
 
 
 class Kernel(Enum):
+    """What computes attention here; the value names it in messages."""
+
     CUDNN = "cuDNN's attention, as torch calls it"
     FLASH = "torch's FlashAttention-2 for CUDA"
     CPU = "torch's flash attention for the CPU"

@@ -26,7 +26,7 @@ LOSS_CHUNK = 2**27  # logits held at once in fp32, layers/loss.py
 class Kernels:
     """What a device's kernels keep and allocate."""
 
-    fused_norm: bool  # RMSNorm keeps its input and one number a token, else also its normalised output
+    fused_norm: bool  # torch's RMSNorm keeps its input and one number a row, else also its normalised output
     fused_elementwise: bool  # ops/elementwise.py has kernels, and LayerNorm needs no fp32 copy
     row_tile: int  # rows of an expert start at a multiple of it; what the backward needs is kept without padding
     keeps_order: bool  # the expert kernels keep the order of rows; else the experts' numbers
@@ -34,6 +34,8 @@ class Kernels:
     adds_gradients: bool = True  # the expert kernels can add weight gradients to the optimizer's buffers
     splits_backward: bool = True  # into two halves, of which the second gives the gradient of gate_up alone
     overlaps_collectives: bool = True  # as platform/device.py
+    norm_width: int = 0  # widest RMSNorm for which ops/norm.py has kernels: they keep nothing but its input
+    router_experts: int = 0  # most experts for which ops/router_statistics.py has kernels: they keep nothing
     # Of the ring's kernels (layers/partial_attention.py), see RingSizes.
     ring_scratch: int = 0
     ring_workspace: int = 0
@@ -48,6 +50,8 @@ CUDA = Kernels(
     row_tile=128,
     keeps_order=True,
     overlaps_collectives=False,
+    norm_width=2**15,
+    router_experts=1024,
     ring_scratch=FP32,
     ring_repeats=False,
     multiprocessors=132,
@@ -87,7 +91,7 @@ def layer_parts(
 
 
 def _norm(name: str, rank: RankPlan, kernels: Kernels, *, recomputes: bool) -> PartMemory:
-    """A norm keeps its input, the residual; its output, which the part behind keeps; and statistics."""
+    """A norm keeps its input, the residual; its output, which the part behind keeps; and torch's its statistics."""
     tokens, width, stream = rank.sequence_parallel_tokens, rank.model.hidden_size, rank.residual_bytes
     if rank.model.normalization is Normalization.LAYERNORM_NONPARAMETRIC and kernels.fused_elementwise:
         part = PartMemory(name, 2 * stream + 2 * FP32 * tokens, stream, 2 * stream)
@@ -96,9 +100,20 @@ def _norm(name: str, rank: RankPlan, kernels: Kernels, *, recomputes: bool) -> P
         wide = tokens * width * FP32
         part = PartMemory(name, wide + 2 * FP32 * tokens + stream, wide, 3 * wide)
         return part.recomputed(2 * stream) if recomputes else part
-    normalised = 0 if kernels.fused_norm else stream
-    part = PartMemory(name, 2 * stream + normalised + FP32 * tokens, stream, 2 * stream)
+    further = FP32 * tokens + (0 if kernels.fused_norm else stream)
+    if width <= kernels.norm_width:
+        further = 0
+    part = PartMemory(name, 2 * stream + further, stream, 2 * stream)
     return part.recomputed(2 * stream) if recomputes else part
+
+
+def norm_rotates(rank: RankPlan, kernels: Kernels) -> bool:
+    """Whether the norm of queries and keys and RoPE are one kernel (layers/attention.py)."""
+    model = rank.model
+    per_head = model.qk_layernorm_scope is QKNormScope.HEAD
+    width = model.head_dim * (1 if per_head else model.num_attention_heads)
+    is_whole = per_head or rank.layout.tp == 1  # else TensorParallelRMSNorm
+    return model.qk_layernorm and model.clip_qkv is None and is_whole and width <= kernels.norm_width
 
 
 def _attention(rank: RankPlan, kernels: Kernels, recompute: frozenset[Recompute]) -> PartMemory:
@@ -113,6 +128,8 @@ def _attention(rank: RankPlan, kernels: Kernels, recompute: frozenset[Recompute]
         norm = normed * element + statistics
         if not per_head and layout.tp > 1:  # TensorParallelRMSNorm: fp32 before and after
             norm = normed * 2 * FP32 + statistics
+        elif norm_rotates(rank, kernels):
+            norm = normed * element
         elif not kernels.fused_norm:
             norm += normed * element
         if Recompute.NORM in recompute and Recompute.ATTENTION not in recompute:
@@ -131,6 +148,7 @@ def _attention(rank: RankPlan, kernels: Kernels, recompute: frozenset[Recompute]
     # Of RoPE: fp32 copies, or its result beside what it has read, which lives to the end of the forward by name.
     rope = max(queries, keys) * element if kernels.fused_elementwise else 4 * max(queries, keys) * FP32
     read = (queries + keys) * element if kernels.fused_elementwise else rope + queries * element
+    read = 0 if norm_rotates(rank, kernels) else read  # what is kept for the norm
     weights = (2 * queries + 2 * keys) // tokens * model.hidden_size * element
     gradients = (3 * queries + 2 * keys) * element + outside + own
     forward = max(gathered + read, _leaving(rank))
@@ -228,12 +246,11 @@ def _experts(rank: RankPlan, kernels: Kernels, recomputes: bool) -> list[PartMem
     rows = dispatcher.rows(rank)
     scores = tokens * model.num_experts * FP32
     numbers = tokens * topk * INT64
+    numbers += 0 if model.num_experts <= kernels.router_experts else 4 * tokens * FP32  # sums of rows, for losses
     gathered = rows * model.hidden_size * element if exchanges else 0
     # The tokens' arrival may be under way while the router works.
     early = gathered if dispatcher.sends_before_router else 0
-    router = PartMemory(
-        "router", 2 * scores + numbers + 4 * tokens * FP32, stream * FP32 // element + early, 3 * stream
-    )
+    router = PartMemory("router", 2 * scores + numbers, stream * FP32 // element + early, 3 * stream)
     sent = dispatcher.saved_bytes(rank, recomputes=recomputes)
     exchange = PartMemory("exchange", sent, gathered, gathered + stream)
     experts = _expert_products(rank, kernels, rows)

@@ -39,6 +39,7 @@ class Block(nn.Module):
     def forward(
         self, x_BSD: Tensor, rope: RopeTable, documents: Documents | None = None
     ) -> tuple[Tensor, RouterLosses | None]:
+        """Returns the layer's output [B, S, D] and, of a MoE layer, the router's losses."""
         x_BSD, normed_BSD = add_norm(self.attention_norm, x_BSD)
         x_BSD, normed_BSD = add_norm(self.mlp_norm, x_BSD, self.attention(normed_BSD, rope, documents))
         if self.is_moe:
@@ -49,6 +50,8 @@ class Block(nn.Module):
 
 @dataclass
 class DecoderOutput:
+    """What ``Decoder.forward`` returns."""
+
     logits_BSV: Tensor | None  # dtype of the weights; None with labels: then they never exist as a whole
     loss_sum: Tensor | None  # fp32 scalar: cross-entropy in nats summed over the labels that count; None without any
     router_losses: list[RouterLosses]  # one per MoE layer
@@ -114,4 +117,5 @@ class Decoder(nn.Module):
         return DecoderOutput(self.lm_head(x_BSD).view(*tokens_BS.shape, -1), None, router_losses)
 
     def moe_layers(self) -> list[MoE]:
+        """Lists the MoE layers in the order of the model."""
         return [module for module in self.modules() if isinstance(module, MoE)]

@@ -14,7 +14,7 @@ from megatron.optimus.config.costs import FP32, LayerCost, OperationCounts, head
 from megatron.optimus.config.family import layer_parameters
 from megatron.optimus.config.rank_plan import RankPlan
 from megatron.optimus.config.schema import ContextCommunication, Normalization, Recompute
-from megatron.optimus.models.activations import CUDA, Kernels, attention_kept, loss_chunk
+from megatron.optimus.models.activations import CUDA, Kernels, attention_kept, loss_chunk, norm_rotates
 
 
 class BytesPerElement(NamedTuple):
@@ -30,11 +30,14 @@ class BytesPerElement(NamedTuple):
 # mask, back; LayerNorm in fp32; each of the two operations by itself.
 PLAIN = BytesPerElement(rope=104, loss=54, nonparametric=44, gated=28)
 FUSED = BytesPerElement(rope=8, loss=6, nonparametric=10, gated=16)  # ops/triton/elementwise.py, and torch's LayerNorm
-FUSED_NORM, RESIDUAL = 10, 12  # RMSNorm; a sum both ways
+FUSED_NORM, RESIDUAL = 10, 12  # RMSNorm, with RoPE behind it in the same kernels or without; a sum both ways
 TRAINING = 6.0  # FLOPs of a multiply-add of the forward, with those of the backward
 FAMILY = 5  # of a byte that a family's attention keeps: written, read, read again, and its gradient written and read
 GATE = 20  # of the shared experts' result: read by the gate, times the gate; times the gate and the gradient, twice
 
+# fp32 passes over a router's logits, forward and both ways. Kernels write logits and scores and read them for the
+# losses; in the backward they do so once more, beside gradients in three 16-bit parts. Torch has some forty operations.
+LOGIT_PASSES, FUSED_LOGIT_PASSES = (10, 20), (4, 16)
 ROUTER_PASSES = 6  # of the tokens: read; read for the weight's gradient, own gradient written, read twice and summed
 
 # Ring attention, bytes of an element of the queries and of the keys (of which there are as many values), both passes.
@@ -49,6 +52,7 @@ SCORE_PRODUCTS, SCORE_BYTES = 7, 128
 
 
 def passes(kernels: Kernels) -> BytesPerElement:
+    """Bytes an element that the operations between products move with these kernels."""
     return FUSED if kernels.fused_elementwise else PLAIN
 
 
@@ -68,13 +72,14 @@ def layer_work(
     residuals = OperationCounts(memory_bytes=2 * RESIDUAL * scale * outside * width)
     inner = rank.queries + rank.keys
     qk_norm = OperationCounts(memory_bytes=FUSED_NORM * scale * inner if model.qk_layernorm else 0.0)
+    rope = 0.0 if norm_rotates(rank, kernels) else passes(kernels).rope
     is_ring = rank.layout.cp > 1 and rank.config.parallel.cp_comm_type is ContextCommunication.P2P
     core = _plain_ring(rank) if is_ring and kernels.ring_workspace else None
     cost = cost_of_layer(rank, is_moe=is_moe)
     core = core or OperationCounts(attention=TRAINING * tokens * cost.attention / tp)
     attention = core + OperationCounts(
         gemm_flops=TRAINING * tokens * cost.projections / tp,
-        memory_bytes=passes(kernels).rope * inner + FAMILY * attention_kept(rank),
+        memory_bytes=rope * inner + FAMILY * attention_kept(rank),
     )
     if is_moe:
         mlp = OperationCounts(experts=TRAINING * outside * cost.experts)
@@ -141,14 +146,19 @@ def last_product_work(rank: RankPlan) -> OperationCounts:
     )
 
 
-def router_work(rank: RankPlan) -> OperationCounts:
+def router_work(rank: RankPlan, kernels: Kernels = CUDA) -> OperationCounts:
     """Counts a router's forward for one micro-batch, beside which all-gather brings tokens.
 
-    x to fp32, read by the product; logits read and written about ten times for scores, choices and losses.
+    Tokens are read once by the product, or brought to fp32 for it.
     """
     model, tokens = rank.model, rank.sequence_parallel_tokens
+    if model.num_experts > kernels.router_experts:
+        width = model.hidden_size * (rank.element_bytes + 2 * FP32)
+        return OperationCounts(memory_bytes=tokens * (width + LOGIT_PASSES[0] * model.num_experts * FP32))
+    width = model.hidden_size * rank.element_bytes
     return OperationCounts(
-        memory_bytes=tokens * (model.hidden_size * (rank.element_bytes + 2 * FP32) + 10 * model.num_experts * FP32)
+        gemm_flops=2.0 * tokens * model.hidden_size * model.num_experts,
+        memory_bytes=tokens * (width + FUSED_LOGIT_PASSES[0] * model.num_experts * FP32),
     )
 
 
@@ -162,8 +172,9 @@ def router_training_work(rank: RankPlan, kernels: Kernels = CUDA) -> OperationCo
     model, tokens = rank.model, rank.sequence_parallel_tokens
     cost = tokens * model.hidden_size * model.num_experts
     if not kernels.fused_elementwise:
-        return router_work(rank) * 3 + OperationCounts(wide=TRAINING * cost)
-    logits = 20 * model.num_experts * FP32
+        return router_work(rank, kernels) * 3 + OperationCounts(wide=TRAINING * cost)
+    each = FUSED_LOGIT_PASSES if model.num_experts <= kernels.router_experts else LOGIT_PASSES
+    logits = each[1] * model.num_experts * FP32
     return OperationCounts(
         gemm_flops=(2 + 3 * 4) * cost,
         memory_bytes=tokens * (model.hidden_size * ROUTER_PASSES * rank.element_bytes + logits),

@@ -67,5 +67,6 @@ class SharedExperts(nn.Module):
         self.gate = nn.Linear(config.hidden_size, 1, bias=False) if config.moe_shared_expert_gate else None
 
     def forward(self, x_BSD: Tensor) -> Tensor:
+        """Computes [B, S, D] of every token."""
         y_BSD: Tensor = self.mlp(x_BSD)
         return y_BSD if self.gate is None else torch.sigmoid(self.gate(x_BSD)) * y_BSD

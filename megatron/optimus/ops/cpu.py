@@ -27,22 +27,32 @@ def use_instructions(name: str | None) -> None:
 
 
 def expert_counts(indices_TK: Tensor, num_experts: int) -> Tensor:
+    """See ``reference.expert_counts``."""
     return _C.cpu_expert_counts(indices_TK, num_experts)
 
 
 def sum_copies(y_SD: Tensor, positions_TP: Tensor) -> Tensor:
+    """See ``reference.sum_copies``."""
     return _C.cpu_sum_copies(y_SD, positions_TP)
 
 
 def router_topk(
     logits_TE: Tensor, topk: int, sigmoid: bool, normalize: bool, bias_E: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Chooses K experts per token as ``reference.router_topk``. Returns weights, experts and scores."""
     return _C.cpu_router_topk(logits_TE, topk, sigmoid, normalize, bias_E)
 
 
 def router_topk_backward(
     scores_TE: Tensor, indices_TK: Tensor, dweights_TK: Tensor, dscores: Tensor | None, sigmoid: bool, normalize: bool
 ) -> Tensor:
+    """Gradient of the logits, fp32 [T, E].
+
+    Args:
+        scores_TE: as ``router_topk`` returned them, and so are ``indices_TK``.
+        dweights_TK: gradient of the weights.
+        dscores: gradient of the scores, [T, E]; None: none came.
+    """
     dscores_TE = torch.zeros_like(scores_TE) if dscores is None else dscores
     return _C.cpu_router_topk_backward(scores_TE, indices_TK, dweights_TK, dscores_TE, sigmoid, normalize)
 

@@ -196,6 +196,7 @@ class MoeMlpFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
+        """Returns y [T, D]. ``inputs``: the arguments of ``moe_mlp``, with the backend before the last two."""
         *arguments, ctx.backend, ctx.main_grads, ctx.on_input_gradients = inputs
         y, saved = ctx.backend.moe_mlp_forward(*arguments)
         ctx.save_for_backward(*arguments, *saved)
@@ -205,6 +206,7 @@ class MoeMlpFunction(torch.autograd.Function):
     @first_derivative_only
     @reverse_mode_only("moe_mlp")
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        """Returns a gradient for each input; None for a weight whose gradient was added to its main gradient."""
         tensors = ctx.saved_tensors  # read once: activation checkpointing gives them out a single time
         gate_up, down = (
             main_grad if main_grad is not None and is_used(ctx, position) else None
@@ -248,6 +250,7 @@ def _gradients(
 
 
 def check_arguments(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, indices: Tensor) -> None:
+    """Raises ValueError for arguments of ``moe_mlp`` whose shapes, dtypes or devices do not fit each other."""
     if x.dim() != 2 or gate_up.dim() != 3 or down.dim() != 3:
         raise ValueError(
             f"moe_mlp: x {tuple(x.shape)}, gate_up {tuple(gate_up.shape)}, down {tuple(down.shape)}: "

@@ -57,13 +57,20 @@ class StageInput(Protocol):
     """A micro-batch (``Batch`` of data/loader.py); every stage gets all of it and reads what it needs."""
 
     @property
-    def tokens_BS(self) -> Tensor: ...
+    def tokens_BS(self) -> Tensor:
+        """Token ids, int64 [B, S]."""
+
     @property
-    def labels_BS(self) -> Tensor: ...
+    def labels_BS(self) -> Tensor:
+        """The token to predict after each token, int64 [B, S], or NO_LABEL."""
+
     @property
-    def documents(self) -> Documents | None: ...
+    def documents(self) -> Documents | None:
+        """Boundaries of documents; None: attention over whole rows."""
+
     @property
-    def positions_BS(self) -> Tensor | None: ...
+    def positions_BS(self) -> Tensor | None:
+        """Positions, int64 [B, S]; None: 0 to S - 1 in every row."""
 
 
 class ModelChunk(nn.Module):
@@ -146,11 +153,14 @@ class BackwardHooks(Protocol):
     input, and a later one those of its weights.
     """
 
-    def begin(self, num_micro_batches: int) -> None: ...
+    def begin(self, num_micro_batches: int) -> None:
+        """Called once, before the first backward of a step."""
 
-    def before(self, micro_batch: int, chunk: ModelChunk, *, is_whole: bool) -> None: ...
+    def before(self, micro_batch: int, chunk: ModelChunk, *, is_whole: bool) -> None:
+        """Called before a backward."""
 
-    def after(self, micro_batch: int, chunk: ModelChunk, *, is_whole: bool) -> None: ...
+    def after(self, micro_batch: int, chunk: ModelChunk, *, is_whole: bool) -> None:
+        """Called after a backward."""
 
 
 class _Stage(PipelineStage):

@@ -238,6 +238,7 @@ class TensorParallelRMSNorm(nn.Module):
         self.group = ranks.group
 
     def forward(self, x: Tensor) -> Tensor:
+        """Normalizes this rank's columns of x in fp32. Collective over the group."""
         x32 = x.float()
         mean = sum_over_ranks_both_ways(x32.square().sum(dim=-1, keepdim=True), self.group) / self.width
         return (x32 * torch.rsqrt(mean + self.eps) * self.weight.float()).to(x.dtype)
@@ -252,6 +253,7 @@ class VocabParallelEmbedding(nn.Module):
         self.ranks = ranks
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
+        """Looks up tokens [B, S], each on the rank that has its row; sums over ranks as ``TensorGroup.leave``."""
         rows = self.weight.shape[0]
         local_BS = tokens_BS - self.ranks.index * rows
         elsewhere_BS = (local_BS < 0) | (local_BS >= rows)

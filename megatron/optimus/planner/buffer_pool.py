@@ -190,6 +190,7 @@ class BackwardReplay:
         self._end(set() if self.is_armed else set(slots))
 
     def step(self) -> None:
+        """Ends a step: buffers whose gradients are still sent come back."""
         self.has_settled = True
         while self._sent:
             self._release()

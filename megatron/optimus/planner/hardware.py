@@ -81,6 +81,7 @@ class Machine:
 
     @property
     def is_measured(self) -> bool:
+        """Whether its rate of products was measured by us."""
         return self.products.is_measured
 
 

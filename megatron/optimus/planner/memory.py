@@ -35,6 +35,7 @@ class Moment:
 
     @property
     def total(self) -> int:
+        """Bytes besides what always stays."""
         return self.activations + self.temporaries
 
 
@@ -53,10 +54,12 @@ class Memory:
 
     @property
     def persistent(self) -> int:
+        """Bytes that stay for the whole run."""
         return self.states.total + self.pool + self.buffers
 
     @property
     def worst(self) -> Moment:
+        """The moment of most bytes."""
         return max(self.moments, key=lambda moment: moment.total)
 
     @property

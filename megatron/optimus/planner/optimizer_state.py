@@ -55,6 +55,7 @@ class PlannedFlatBuffer:
 
     @property
     def num_buckets(self) -> int:
+        """Buckets, of which the last may be smaller."""
         return -(-self.numel // self.bucket)
 
 
@@ -69,10 +70,12 @@ class StateBytes:
 
     @property
     def total(self) -> int:
+        """Bytes of all of them."""
         return self.parameters + self.gradients + self.masters + self.states
 
 
 def round_up(value: int, multiple: int) -> int:
+    """The next multiple of ``multiple`` that is not below ``value``."""
     return -(-value // multiple) * multiple
 
 
@@ -114,6 +117,7 @@ def flat_buffers_by_key(rank: RankPlan) -> dict[BufferKey, PlannedFlatBuffer]:
 
 
 def flat_buffers(rank: RankPlan) -> list[PlannedFlatBuffer]:
+    """Lists a rank's flat buffers."""
     return list(flat_buffers_by_key(rank).values())
 
 

@@ -39,6 +39,7 @@ class Plan:
 
     @cached_property
     def worst(self) -> Memory:
+        """The memory of the rank that needs most."""
         kernels = self.machine.kernels
         return max(
             (memory_of(rank, kernels) for rank in first_of_each_kind(self.ranks)), key=lambda memory: memory.peak
@@ -56,13 +57,16 @@ class Plan:
 
     @property
     def fits(self) -> bool:
+        """Whether every rank's peak is within what it can use."""
         return self.worst.peak <= self.usable
 
     @cached_property
     def time(self) -> PredictedStepTime:
+        """Predicted time of one step."""
         return step_time(self.ranks, self.machine)
 
     def collectives(self, pipeline_rank: int) -> list[Collective]:
+        """The collectives of one step of a rank of the pipeline."""
         return collectives(self.ranks[pipeline_rank], self.machine.kernels)
 
 

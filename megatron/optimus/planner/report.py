@@ -19,6 +19,7 @@ GIB = 2**30
 
 
 def gib(size: float) -> str:
+    """Bytes as GiB with two decimals."""
     return f"{size / GIB:.2f}"
 
 
@@ -179,6 +180,7 @@ def figures(machine: Machine) -> dict[str, Figure]:
 
 
 def machine_lines(machine: Machine) -> list[str]:
+    """The constants of a machine, each with its source and whether it was measured by us."""
     lines = [f"constants of {machine.name} ({machine.file})"]
     for name, figure in figures(machine).items():
         how = "measured" if figure.is_measured else "not measured by us"
@@ -256,6 +258,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
 
 
 def memory_json(plan: Plan, memory: Memory) -> dict[str, Any]:
+    """A rank's memory as JSON values, in bytes."""
     return {
         "pipeline_rank": memory.pipeline_rank,
         "parameters": num_parameters(plan.ranks[memory.pipeline_rank]),
@@ -274,4 +277,5 @@ def memory_json(plan: Plan, memory: Memory) -> dict[str, Any]:
 
 
 def collective_json(one: Collective) -> dict[str, Any]:
+    """A collective as JSON values; ``sent`` is in bytes."""
     return {**vars(one), "kind": one.kind.value, "hiding": one.hiding.value, "sent": one.sent}

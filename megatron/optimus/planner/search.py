@@ -43,6 +43,7 @@ class SearchResult:
     too_large: list[Plan] = field(default_factory=list)  # faster than the best, if any, but do not fit; least first
 
     def refuse(self, reason: str, example: str) -> None:
+        """Counts a layout that was refused, and keeps the first example of each reason."""
         self.refused[reason] = self.refused.get(reason, 0) + 1
         self.examples.setdefault(reason, example)
 

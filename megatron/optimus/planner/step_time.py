@@ -58,14 +58,17 @@ class PredictedStepTime:
 
     @property
     def total(self) -> float:
+        """Seconds of the whole step."""
         return self.compute + self.exposed + self.bubble + self.update + self.launching
 
     @property
     def tokens_per_second(self) -> float:
+        """Tokens/s of all devices together."""
         return self.tokens / self.total
 
     @property
     def tokens_per_second_per_device(self) -> float:
+        """Tokens/s of one device."""
         return self.tokens_per_second / self.devices
 
     @property
@@ -75,6 +78,7 @@ class PredictedStepTime:
 
     @property
     def bubble_share(self) -> float:
+        """The bubble's share of the step, 0 to 1."""
         return self.bubble / self.total
 
 
@@ -178,6 +182,7 @@ def attention_rate(rank: RankPlan, machine: Machine) -> float:
 
 
 def compute_seconds(work: OperationCounts, rank: RankPlan, machine: Machine) -> float:
+    """Predicts the seconds of some work on one device, its parts one after the other."""
     return (
         work.gemm_flops / machine.products.value
         + work.attention / attention_rate(rank, machine)
@@ -194,7 +199,7 @@ def _windows(rank: RankPlan, machine: Machine) -> dict[OverlapsWith, float]:
     layers = rank.num_moe_layers * rank.micro_batches
     is_split = rank.num_moe_layers and machine.kernels.splits_backward
     last = compute_seconds(last_product_work(rank), rank, machine) if is_split else 0.0
-    router = compute_seconds(router_work(rank), rank, machine) if rank.num_moe_layers else 0.0
+    router = compute_seconds(router_work(rank, machine.kernels), rank, machine) if rank.num_moe_layers else 0.0
     shared = compute_seconds(shared_work(rank, machine.kernels), rank, machine)  # a third of it in the forward
     return {
         OverlapsWith.NOTHING: 0.0,

@@ -183,6 +183,7 @@ class PendingRows:
         self._sent, self._pending = sent, pending
 
     def wait(self) -> Tensor:
+        """Returns the rows received, [R, D], as part of autograd."""
         return _EndAllToAll.apply(self._sent, self._pending)
 
 
@@ -255,6 +256,7 @@ class AsyncCollective:
         self._finish = finish  # applied to the result, such as removing padding
 
     def wait(self) -> Tensor:
+        """Waits and returns the result."""
         for work in self._works:
             work.wait()
         return self.result if self._finish is None else self._finish(self.result)

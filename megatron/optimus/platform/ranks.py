@@ -65,10 +65,12 @@ class Ranks:
 
     @property
     def group(self) -> dist.ProcessGroup | None:
+        """The process group; None as in the arguments."""
         return self._group
 
     @property
     def device(self) -> torch.device | str:
+        """Where the group's backend takes tensors."""
         return self._device
 
     def broadcast(self, values: list[int]) -> list[int]:

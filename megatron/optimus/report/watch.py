@@ -135,6 +135,7 @@ class View:
 
     @property
     def step(self) -> int:
+        """The last step; 0 before the first."""
         return int(self.metrics.steps[-1]) if len(self.metrics.steps) else 0
 
     def last(self, key: str) -> float | None:

@@ -58,6 +58,7 @@ class Alert:
     time: float = field(default_factory=time.time)  # seconds since 1970 (UTC)
 
     def to_json(self) -> str:
+        """The fields as one line of JSON."""
         return json.dumps(dataclasses.asdict(self))
 
 

@@ -106,6 +106,8 @@ class Checkpoints:
         self._rng: list[TensorSlice] = []  # states of the random generators that were asked for
         self._keeps_average = self._loads_average = False  # a moving average of the weights
         self._memory = self._open_memory()
+        self._postponed: list[int] = []  # steps whose save is still to be done
+        self._to_upload: set[int] = set()  # steps whose full checkpoint is to be uploaded
 
     def _open_memory(self) -> MemoryCheckpoints | None:
         """The memory checkpoints of this run; None where it has none, or nobody would start it again."""
@@ -149,12 +151,26 @@ class Checkpoints:
 
     def is_due(self, step: int) -> bool:
         """Whether the save intervals ask for a checkpoint after ``step``, on disk or in memory. Local."""
-        options = self._config.checkpoint
-        on_disk = _is_due(step, options.save_interval) or _is_due(step, options.model_only_save_interval)
-        return on_disk or self._memory_is_due(step)
+        return self.full_is_due(step) or self._model_is_due(step) or self._memory_is_due(step)
+
+    def full_is_due(self, step: int) -> bool:
+        """Whether ``save_interval`` asks for a full checkpoint after ``step``, or one was postponed. Local."""
+        return self._any_due(step, self._config.checkpoint.save_interval)
+
+    def postpone(self, step: int) -> None:
+        """Has the next step that is saved do what is due after ``step`` too. Local."""
+        if not self._postponed:
+            logger.info("step %d is not saved, as its gradients are not finite; the next one with finite ones is", step)
+        self._postponed.append(step)
+
+    def _any_due(self, step: int, interval: int) -> bool:
+        return any(_is_due(one, interval) for one in (*self._postponed, step))
+
+    def _model_is_due(self, step: int) -> bool:
+        return self._any_due(step, self._config.checkpoint.model_only_save_interval)
 
     def _memory_is_due(self, step: int) -> bool:
-        return self._memory is not None and self._memory.is_due(step)
+        return self._memory is not None and any(self._memory.is_due(one) for one in (*self._postponed, step))
 
     def after_step(self, step: int, consumed_samples: int, *, is_exiting: bool) -> None:
         """Saves what is due after ``step``; a run that ``is_exiting`` saves everything and waits until it is written.
@@ -167,16 +183,21 @@ class Checkpoints:
         self._note(self._saver.poll())
         if self._memory is not None and self._memory_is_due(step) and not is_exiting:
             self._memory.start(self._memory_slices(), self._header("full", step, consumed_samples))
-        if is_exiting or _is_due(step, options.save_interval):
+        uploads = is_exiting or self._any_due(step, options.save_interval * options.checkpoint_mirror_interval)
+        if uploads and self._mirror is not None:
+            self._to_upload.add(step)
+        if is_exiting or self.full_is_due(step):
             self._save("full", step, consumed_samples)
-        last = is_exiting and options.model_only_save_interval > 0
-        if last or _is_due(step, options.model_only_save_interval):
+        if (is_exiting and options.model_only_save_interval > 0) or self._model_is_due(step):
             self._save("model", step, consumed_samples)
+        self._postponed.clear()
         if is_exiting:
             self.finish()
 
     def save_again(self, step: int, consumed_samples: int) -> None:
         """Replaces the full checkpoint that training goes on from, with what ``extra_state`` has now."""
+        if self._mirror is not None:
+            self._to_upload.add(step)
         self._save("full", step, consumed_samples)
         self.finish()
 
@@ -220,13 +241,12 @@ class Checkpoints:
         self.alerts.send(SAVE_FAILED, step, text, is_logged=True)
 
     def _upload(self, saved: Saved) -> None:
-        options = self._config.checkpoint
         if self._mirror is None:
             return
-        is_last = saved.step == self._last_step
-        if is_last:
+        if saved.step == self._last_step:
             self._mirror.close()  # it must not be left out because of the one before
-        if is_last or _is_due(saved.step, options.save_interval * options.checkpoint_mirror_interval):
+        if saved.step in self._to_upload:
+            self._to_upload.discard(saved.step)
             self._mirror.start(saved.path, lambda text: self.alerts.send(UPLOAD_FAILED, saved.step, text))
 
     @needs_memory("saving a checkpoint")
@@ -340,6 +360,7 @@ class Checkpoints:
         has changed.
         """
         self.finish()
+        self._postponed.clear()
         found = (store.load_newest(self._root, self._all_requests, ranks=self._ranks, below=one) for one in limits)
         newest = next((one for one in found if one is not None), None)
         if newest is None:

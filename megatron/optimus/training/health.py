@@ -90,6 +90,7 @@ class RecentValues:
         self._values: deque[tuple[int, float]] = deque(maxlen=WINDOW + 2)
 
     def add(self, step: int, value: float) -> None:
+        """Keeps the value of a step, unless it is NaN or infinite."""
         if math.isfinite(value):
             self._values.append((step, value))
 

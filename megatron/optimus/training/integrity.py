@@ -5,6 +5,8 @@ Three comparisons, all exact (deepspeed_ext/zero/checksums.py):
 2. Parameters right before an update, over the ranks that hold the same.
 3. The gradient of a micro-batch, which another data-parallel copy of the model computes too. The copies take turns.
 
+With ``--integrity-interval auto`` 1 and 2 are done as often as takes a hundredth of the steps' time, which is measured.
+
 The host reads 1 and 2 with the numbers of the step, so a run that goes wrong does one or two more updates; no step is
 saved that was not compared. 3 waits for the device, and comes before the update. What is found ends the run: the
 launcher starts it again from a checkpoint that is older than what was found, and leaves out a node that was named.
@@ -13,6 +15,7 @@ launcher starts it again from a checkpoint that is older than what was found, an
 from __future__ import annotations
 
 import json
+import logging
 import socket
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,10 +30,14 @@ from megatron.optimus.config.layout import Layout
 from megatron.optimus.context import RunContext
 from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.loader import Batch, BatchLoader
+from megatron.optimus.platform.device import DeviceEvent
+from megatron.optimus.platform.intervals import AUTO, FIRST_STEPS, agreed_interval
 from megatron.optimus.platform.metrics import Recorder
 from megatron.optimus.training.engine import Engine, StateChecksums, checksum, checksums
 from megatron.optimus.training.health import IntegrityError
 from megatron.optimus.training.pipeline_schedule import Schedule
+
+logger = logging.getLogger("optimus")
 
 METRIC = "integrity_errors"  # checksums that differ, over all ranks; only steps that compare have it
 _MOST_NAMED = 4
@@ -60,6 +67,10 @@ class Integrity:
         training = run.config.training
         self._interval, self._gradient_interval = training.integrity_interval, training.integrity_gradient_interval
         self._states = StateChecksums(engine.optimizer) if self._interval else None
+        # With AUTO: the step compared next, and when the device took checksums for a step and compared it.
+        self._every, self._next_step, self._num_compared = FIRST_STEPS, step + FIRST_STEPS, 0
+        self._queued = step  # the step whose update was queued last
+        self._spans: dict[int, list[tuple[DeviceEvent, DeviceEvent]]] = {}
         self._recent: deque[_Comparison] = deque(maxlen=2)  # the host may be one step behind
         self._verified_step = step  # its gradients, and those before, came out right when they were compared last
         self._is_announced = False
@@ -73,10 +84,13 @@ class Integrity:
         if not self._is_announced:  # a name that comes later is reduced one step late
             recorder.add(METRIC, 0.0, "sum", 0.0)
             self._is_announced = True
-        if step % self._interval:
+        if not self._is_due(step):
             return
-        changed = self._states.changed()
-        replicas = self._states.replicas()
+        with self._timing(step):
+            changed = self._states.changed()
+            self._states.forget()  # those of a later step, which are not taken where the step before it is left out
+            replicas = self._states.replicas()
+        self._next_step = step + self._every
         self._recent.append(_Comparison(step, changed, replicas))
         counts = [(sums != sums[:1]).sum() for _, _, sums in replicas] + ([] if changed is None else [changed.sum()])
         count = torch.stack(counts).sum() if counts else torch.zeros((), dtype=torch.int64)
@@ -84,8 +98,45 @@ class Integrity:
 
     def after_update(self, step: int) -> None:
         """Takes the checksums that the next step compares. Call when the update of ``step`` is queued."""
-        if self._states is not None and (step + 1) % self._interval == 0:
-            self._states.record()
+        self._queued = step
+        if self._states is not None and self._is_due(step + 1):
+            with self._timing(step + 1):
+                self._states.record()
+
+    def _is_due(self, step: int) -> bool:
+        return step >= self._next_step if self._interval == AUTO else step % self._interval == 0
+
+    @contextmanager
+    def _timing(self, compared_step: int) -> Iterator[None]:
+        begin = DeviceEvent(self._run.device)
+        yield
+        if self._interval == AUTO:
+            self._spans.setdefault(compared_step, []).append((begin, DeviceEvent(self._run.device)))
+
+    def choose_interval(self, step: int, seconds: float) -> None:
+        """With AUTO, chooses the steps to the next comparison after one, from its cost. Collective then.
+
+        Args:
+            step: whose numbers the host has just read.
+            seconds: what the step took, comparisons included.
+        """
+        if step not in self._spans:
+            return
+        costs = [
+            end.seconds_since(begin) for begin, end in self._spans.pop(step)
+        ]  # of the step before, and of this one
+        self._num_compared += 1
+        if self._num_compared < 2:  # the first one is not usual
+            return
+        cost_s, step_s = sum(costs), seconds - costs[-1]
+        for begin, end in self._spans.get(step + 1, [])[:1]:  # its checksums were taken in this step
+            step_s -= end.seconds_since(begin)
+        self._every = agreed_interval(cost_s, step_s, self._run.ranks)
+        if self._next_step > self._queued + 1:  # else its checksums have been taken
+            self._next_step = max(step + self._every, self._queued + 2)
+        if self._num_compared == 2:
+            text = "integrity checks every %d steps: one costs %.4f s, a step takes %.3f s"
+            logger.info(text, self._every, cost_s, step_s)
 
     def forget(self) -> None:
         """Drops the checksums of states. Call when states have changed by other means than an update."""

@@ -153,6 +153,7 @@ class MetricsWriter:
         self._file.write(to_json(metrics) + "\n")
 
     def close(self) -> None:
+        """Closes the file."""
         self._file.close()
 
     def __enter__(self) -> MetricsWriter:

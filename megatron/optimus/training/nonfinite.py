@@ -73,6 +73,11 @@ class NonFiniteSource:
             self._hooks, self._steps, self._checks = [], [], []
             self._calls.clear()
 
+    def begin_step(self) -> None:
+        """Forgets the forwards since the last step, such as those of an evaluation. Call before a step's forwards."""
+        self._checks = []
+        self._calls.clear()
+
     def end_step(self, position: int, losses: Sequence[Tensor]) -> None:
         """Notes the first layer of this step with a value that is not finite; waits for the device if checks are on.
 
@@ -83,8 +88,6 @@ class NonFiniteSource:
         if not self._hooks:
             return
         checks = [*self._checks, *(_Check("the loss", n, ~_is_finite(loss)) for n, loss in enumerate(losses))]
-        self._checks = []
-        self._calls.clear()
         flags = torch.stack([check.begins for check in checks]).tolist() if checks else []
         first = next((check for check, begins in zip(checks, flags, strict=True) if begins), None)
         samples = "" if first is None else self._samples_of(position, first.micro_batch)

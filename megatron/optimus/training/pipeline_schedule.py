@@ -105,9 +105,11 @@ class GradientReduction:
         engine.optimizer.measure_ranks_only()
 
     def begin(self, num_micro_batches: int) -> None:
+        """Takes the number of micro-batches of the step."""
         self._num_micro_batches = num_micro_batches
 
     def before(self, micro_batch: int, chunk: ModelChunk, *, is_whole: bool) -> None:
+        """Tells the optimizer whether this backward is reduced, and which buckets."""
         is_last = is_whole and self._done[chunk] + 1 == self._num_micro_batches
         self._is_reduced = is_last or (is_whole and self._in_each_backward)
         only = None
@@ -117,6 +119,7 @@ class GradientReduction:
         self._optimizer.set_gradient_accumulation_boundary(self._is_reduced, only=only)
 
     def after(self, micro_batch: int, chunk: ModelChunk, *, is_whole: bool) -> None:
+        """Reduces the gradients, or ends the backward without, and counts it for its chunk."""
         if self._is_reduced:
             self._optimizer.reduce_gradients()
         else:
@@ -163,7 +166,7 @@ def routers_of(model: Decoder) -> dict[int, Router]:
     return {number: block.moe.router for number, block in blocks if block.is_moe}  # type: ignore[union-attr,misc]
 
 
-class WholeModel:
+class WholeModel(Schedule):
     """The schedule without pipeline parallelism: one micro-batch after the other goes through the engine."""
 
     def __init__(self, engine: Engine, config: ModelConfig) -> None:
@@ -199,7 +202,7 @@ class WholeModel:
         return [output.loss_sum for output in outputs if output.loss_sum is not None]
 
 
-class Stages:
+class Stages(Schedule):
     """The schedule of a pipeline. The engine sees all micro-batches of a step as one."""
 
     def __init__(self, engine: Engine, pipeline: Pipeline) -> None:

@@ -377,6 +377,7 @@ class Trainer:
                 self.integrity.check_gradients(self.step + 1, self.consumed_samples, batches)
             if self.qk_clip is not None:
                 self.qk_clip.begin_step(self.step)
+            self.nonfinite.begin_step()
             result = train_step(
                 *(self.run, self.engine, self.schedule, self.recorder, batches),
                 before_update=self._before_update,
@@ -496,6 +497,7 @@ class Trainer:
         loss = others.pop("loss", 0.0)
         with self.run.ranks.failing_alike():
             self.integrity.judge(queued.step, result.metrics)
+            self.integrity.choose_interval(queued.step, queued.time.seconds)
             self._judge(queued.step, loss, result, others)
         if unreadable is not None:
             logger.info("validation data cannot be read: saving step %d", self.step)
@@ -541,11 +543,10 @@ class Trainer:
         is_due = self.checkpoints.is_due(self.step)
         if is_due and self.health.is_not_finite and not is_exiting:
             # A restart after NumericError would go on from here, and never do the updates that were left out.
-            logger.info("step %d is not saved: its gradients are not finite", self.step)
+            self.checkpoints.postpone(self.step)
             return
         if is_due or is_exiting:
-            is_saved = is_exiting or _is_due(self.step, self.config.checkpoint.save_interval)
-            marks = self.health.marks(is_saved=is_saved)
+            marks = self.health.marks(is_saved=is_exiting or self.checkpoints.full_is_due(self.step))
             state = self.checkpoints.extra_state
             state |= self.health.to_json() | self.noise_scale.to_json() | self.rollbacks.to_json()
             state |= {LINES_FIELD: self.data.fingerprints, WARNINGS_FIELD: marks}

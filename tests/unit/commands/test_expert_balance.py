@@ -11,7 +11,7 @@ from megatron.optimus.config.placement import busiest_over_mean, from_json, to_j
 from megatron.optimus.config.schema import ExpertPlacement, ParallelConfig
 from megatron.optimus.training.expert_load import ExpertLoad
 
-from .test_preprocess_data import call
+from .test_preprocess import call
 
 LAST = [[8, 6, 1, 1], [4, 4, 4, 4]]
 BEFORE = [[4, 4, 1, 3], [6, 4, 4, 2]]

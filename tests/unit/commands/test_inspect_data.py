@@ -14,7 +14,7 @@ from megatron.optimus.data.indexed import IndexedDatasetWriter
 from megatron.optimus.data.mixture import Mixture
 from megatron.optimus.data.sources import read_sources
 
-from .test_preprocess_data import call
+from .test_preprocess import call
 
 BYTES = ("--tokenizer-type", "ByteLevelTokenizer")
 

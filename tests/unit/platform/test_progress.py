@@ -13,7 +13,7 @@ import pytest
 
 from megatron.optimus.platform import progress as module
 from megatron.optimus.platform.progress import Progress
-from tests.unit.commands.test_preprocess_data import BYTES, command
+from tests.unit.commands.test_preprocess import BYTES, command
 
 _BAR = """
 import logging, sys, time

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -10,6 +13,9 @@ from megatron.optimus.config.layout import Layout
 from megatron.optimus.config.load import load
 from megatron.optimus.config.schema import ConfigError, ParallelConfig
 from megatron.optimus.launcher.nodes import lost_hosts
+from megatron.optimus.platform.intervals import AUTO, affordable_interval
+from megatron.optimus.platform.metrics import Recorder
+from megatron.optimus.platform.ranks import Ranks
 from megatron.optimus.training import integrity
 from megatron.optimus.training.integrity import GradientChecksums, describe, describe_gradients, differing, suspects_of
 
@@ -24,6 +30,77 @@ def test_each_copy_is_compared_with_every_other_one_in_turn(ep: int, tp: int, bl
         sources = [integrity.gradient_source(layout, index, turn) for turn in range(copies - 1)]
         # the same place in each of the other copies, so that experts get the same tokens from the same peers
         assert sorted(sources) == [place for place in range(index % block, layout.dp, block) if place != index]
+
+
+@pytest.mark.parametrize(
+    ("cost", "step", "interval"),
+    [(0.009, 0.38, 3), (0.01, 1.0, 1), (0.0101, 1.0, 2), (0.0, 1.0, 1), (1.0, 0.0, 10**11)],
+)
+def test_auto_costs_at_most_a_hundredth(cost: float, step: float, interval: int) -> None:
+    assert affordable_interval(cost, step) == interval
+    assert cost <= 0.01 * interval * max(step, 1e-9) * (1 + 1e-9)
+
+
+class States:
+    """Checksums that take 10 ms, and comparisons that take 14 ms."""
+
+    now = 0.0
+
+    def __init__(self) -> None:
+        self.recorded_after: list[int] = []
+        self.compared: list[int] = []
+        self.step = 0
+
+    def record(self) -> None:
+        self.recorded_after.append(self.step)
+        States.now += 0.010
+
+    def changed(self) -> None:
+        self.compared.append(self.step)
+        States.now += 0.014
+
+    def replicas(self) -> list[object]:
+        return []
+
+    def forget(self) -> None:
+        pass
+
+
+class Event:
+    def __init__(self, device: torch.device) -> None:
+        self.time = States.now
+
+    def seconds_since(self, earlier: Event) -> float:
+        return self.time - earlier.time
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize(("others_s", "every"), [(0.41, 6), (3.0, 1), (0.0505, 48)])
+def test_auto_is_chosen_from_what_comparisons_cost(
+    delay: int, others_s: float, every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``delay``: steps by which the host is behind the device. Each comparison has the checksums of the step before."""
+    monkeypatch.setattr(integrity, "DeviceEvent", Event)
+    config = load("--integrity-interval auto --device cpu".split()).config
+    assert config.training.integrity_interval == AUTO
+    run = SimpleNamespace(config=config, device=torch.device("cpu"), ranks=Ranks.alone())
+    checks = integrity.Integrity(run, SimpleNamespace(optimizer=None), None, None, 10)  # type: ignore[arg-type]
+    states = checks._states = States()  # type: ignore[assignment]
+    recorder, began, seconds = Recorder(Ranks.alone()), States.now, {}
+    for step in range(11, 300):
+        states.step = step
+        States.now += others_s
+        checks.before_update(step, recorder)
+        checks.after_update(step)
+        seconds[step], began = States.now - began, States.now
+        if step - delay in seconds:
+            checks.choose_interval(step - delay, seconds[step - delay])
+    assert states.compared[:2] == [13, 16] and {step + 1 for step in states.recorded_after} >= {*states.compared}
+    distances = {later - earlier for earlier, later in itertools.pairwise(states.compared[3:])}
+    assert distances == {every}
+    first = states.compared[3]  # from here on every interval costs the same
+    cost_s = sum(seconds[step] - others_s for step in range(first, first + every))
+    assert cost_s <= 0.01 * every * others_s
 
 
 def test_a_majority_names_the_rank() -> None:

@@ -219,6 +219,8 @@ class Run:
         interval = self.trainer.config.checkpoint.save_interval
         return interval > 0 and step % interval == 0
 
+    full_is_due = is_due
+
     def after_step(self, step: int, consumed: int, *, is_exiting: bool) -> None:
         if self.is_due(step) or is_exiting:
             self.machine.host += self.costs.save

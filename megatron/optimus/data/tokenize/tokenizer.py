@@ -108,9 +108,11 @@ class HuggingFaceTokenizer:
         self._fast: fast_bpe.Encode | None = None
 
     def encode(self, text: str) -> list[int]:
+        """Encodes a text by the library; nothing is added at either end."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: list[str]) -> list[Ids]:
+        """Encodes texts by the fastest way that gives the library's ids."""
         if self._fast is not None:
             return self._fast(texts)
         return self._encode_with_library(texts) if self._cache is None else self._cache.encode_batch(texts)
@@ -134,6 +136,7 @@ class HuggingFaceTokenizer:
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in batch]
 
     def decode(self, ids: Sequence[int]) -> str:
+        """Decodes ids without special tokens; bytes that are no UTF-8 become U+FFFD."""
         if self._bytes is None:
             return self._tokenizer.decode(list(ids), skip_special_tokens=True)
         try:
@@ -143,10 +146,12 @@ class HuggingFaceTokenizer:
         return text.decode("utf-8", errors="replace")
 
     def token_id(self, name: str) -> int | None:
+        """Returns the id of an entry of the vocabulary, added tokens included; None: there is none."""
         return self._tokenizer.token_to_id(name)
 
     @property
     def definition(self) -> Any:
+        """Model, normalizer, pre-tokenizer and added tokens, in a form that spacing does not change."""
         state = self.state
         model = {name: state["model"].get(name) for name in ("type", "unk_token", "byte_fallback")}
         vocab = state["model"].get("vocab", {})
@@ -194,17 +199,21 @@ class SentencePieceTokenizer:
         self._cache = SentencePieceCache.from_processor(self.processor)
 
     def encode(self, text: str) -> list[int]:
+        """Encodes a text; nothing is added at either end."""
         return self.processor.encode(text)
 
     def encode_batch(self, texts: list[str]) -> list[Ids]:
+        """Encodes texts, through the pretoken cache where the model allows one."""
         if self._cache is not None:
             return self._cache.encode_batch(texts)
         return self.processor.encode(texts, num_threads=1, out_type="numpy")
 
     def decode(self, ids: Sequence[int]) -> str:
+        """Decodes ids; those outside the vocabulary have no text."""
         return self.processor.decode([int(i) for i in ids if 0 <= i < self.vocab_size])
 
     def token_id(self, name: str) -> int | None:
+        """Returns the id of a piece; None: there is none."""
         found = self.processor.piece_to_id(name)
         return found if self.processor.id_to_piece(found) == name else None
 
@@ -251,22 +260,27 @@ class TikTokenizer:
         self._parsed: set[str] = set(self.special) if parse_special else set()
 
     def encode(self, text: str) -> list[int]:
+        """Encodes a text; names of special tokens are text without ``parse_special``."""
         return self._encoding.encode(text, allowed_special=self._parsed, disallowed_special=())
 
     def encode_batch(self, texts: list[str]) -> list[Ids]:
+        """Encodes texts to arrays of uint32."""
         # Without a pretoken cache: this library is faster than a table in Python. With nothing disallowed and nothing
         # allowed, the names of special tokens are text, as they are to ``encode_ordinary``.
         options: dict[str, Any] = {"allowed_special": self._parsed, "disallowed_special": ()}
         return [self._encoding.encode_to_numpy(text, **options) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
+        """Decodes ids without special tokens; bytes that are no UTF-8 become U+FFFD."""
         return b"".join(self.tokens.get(i, b"") for i in ids).decode("utf-8", errors="replace")
 
     def token_id(self, name: str) -> int | None:
+        """Returns the id of a special token; None: there is none."""
         return self.special.get(name)
 
     @property
     def definition(self) -> Any:
+        """Pattern of words, ranks of tokens and special tokens."""
         tokens = [[rank, token.hex()] for rank, token in sorted(self.tokens.items())]
         return [self.pattern, tokens, sorted(self.special.items())]
 
@@ -280,15 +294,19 @@ class ByteLevelTokenizer:
     definition = "UTF-8"
 
     def encode(self, text: str) -> list[int]:
+        """The bytes of the text in UTF-8."""
         return list(text.encode("utf-8"))
 
     def encode_batch(self, texts: list[str]) -> list[Ids]:
+        """The bytes of each text in UTF-8, as read-only uint8 arrays."""
         return [np.frombuffer(text.encode("utf-8"), dtype=np.uint8) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
+        """Decodes bytes; bytes that are no UTF-8 become U+FFFD."""
         return bytes(i for i in ids if 0 <= i < _NUM_BYTES).decode("utf-8", errors="replace")
 
     def token_id(self, name: str) -> int | None:
+        """Returns None: there are no special tokens."""
         return None
 
 

@@ -55,6 +55,7 @@ class ChatTemplate:
 
     @property
     def is_there(self) -> bool:
+        """Whether the tokenizer has a template."""
         return self._tokenizer is not None
 
     def encode(self, messages: Sequence[Message]) -> list[int]:

@@ -42,6 +42,7 @@ class Engine:
 
     @property
     def is_alone(self) -> bool:
+        """Whether one rank holds the whole model."""
         return self._ranks.size == 1
 
     def _keep_experts(self, router: object, inputs: object, output: tuple) -> None:

@@ -48,6 +48,7 @@ class Chunk:
 
     @property
     def stop(self) -> int:
+        """The position after the last of the tokens."""
         return self.start + len(self.tokens)
 
 

@@ -33,6 +33,8 @@ class ApiError(Exception):
 
 
 class StreamOptions(BaseModel):
+    """The field ``stream_options``: what a stream of events holds besides the text."""
+
     model_config = ConfigDict(extra="forbid", strict=True)
     include_usage: bool = False
     continuous_usage_stats: bool = False  # vLLM's: the usage so far in every chunk
@@ -78,6 +80,7 @@ class CommonBody(BaseModel):
 
     @property
     def stops(self) -> tuple[str, ...]:
+        """The texts that end a completion."""
         return tuple(self.stop or ())
 
 
@@ -114,14 +117,18 @@ class CompletionBody(CommonBody):
 
     @property
     def most_tokens(self) -> int | None:
+        """Most tokens of the completion; None: not given."""
         return self.max_tokens
 
     @property
     def top_logprobs(self) -> int | None:
+        """How many of the likeliest tokens to report for each token; None: no probabilities."""
         return self.logprobs
 
 
 class Message(BaseModel):
+    """One message of a conversation; a list of text parts is joined to one text."""
+
     model_config = ConfigDict(extra="forbid", strict=True)
     role: str
     content: Any
@@ -165,6 +172,7 @@ class ChatBody(CommonBody):
 
     @property
     def most_tokens(self) -> int | None:
+        """Most tokens of the completion, by the newer field before the older; None: not given."""
         return self.max_completion_tokens or self.max_tokens
 
 

@@ -116,6 +116,7 @@ class ServedRequest:
         return len(self.prompt) + (self.request.most_tokens - 1 if self.completes else 0)
 
     def take_text(self) -> str:
+        """Returns the text that has become certain since the last call."""
         text = "".join(self._texts)
         self._texts.clear()
         return text
@@ -183,10 +184,12 @@ class Scheduler:
 
     @property
     def is_draining(self) -> bool:
+        """Whether new requests are refused."""
         return self._is_draining
 
     @property
     def is_idle(self) -> bool:
+        """Whether no request runs or waits."""
         running, waiting, _ = self.load
         return not running and not waiting
 

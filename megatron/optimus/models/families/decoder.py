@@ -5,6 +5,8 @@ from megatron.optimus.models.huggingface.architectures import ARCHITECTURES
 
 
 class DecoderFamily(Family):
+    """The models that ``Decoder`` computes as it is, with their Hugging Face architectures."""
+
     architectures = tuple(ARCHITECTURES.values())
 
 

@@ -55,6 +55,7 @@ class Architecture:
 
     @property
     def is_moe(self) -> bool:
+        """Whether its models have routed experts."""
         return "moe_router_score_function" in self.needs
 
     @property

@@ -30,6 +30,7 @@ class HFTensor:
 
     @property
     def stop(self) -> int:
+        """The element after its last one in our flattened tensor."""
         return self.start + math.prod(self.shape)
 
 

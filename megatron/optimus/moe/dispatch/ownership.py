@@ -41,6 +41,7 @@ class Ownership:
 
     @property
     def num_experts(self) -> int:
+        """Routed experts of the layer, over all ranks."""
         return sum(map(len, self.experts_of_ranks))
 
     def expert_ids(self, rank: int) -> tuple[int, ...]:

@@ -62,6 +62,8 @@ _ALIGNMENT = 256  # bytes, of each region
 
 
 class Direction(enum.Enum):
+    """Which of the two exchanges of a layer runs."""
+
     DISPATCH = "dispatch"
     COMBINE = "combine"
 

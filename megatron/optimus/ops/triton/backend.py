@@ -46,6 +46,7 @@ _ALIGN = 8  # the tensor memory engine wants rows of a multiple of 16 bytes
 
 
 def expert_counts(indices_TK: Tensor, num_experts: int) -> Tensor:
+    """See ``reference.expert_counts``."""
     if indices_TK.numel() == 0:
         return indices_TK.new_zeros(num_experts, dtype=torch.int64)
     return order_rows(indices_TK, num_experts).count_E.long()

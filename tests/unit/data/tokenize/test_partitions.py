@@ -19,7 +19,7 @@ from megatron.optimus.data.tokenize.corpus import read_documents, split_file
 from megatron.optimus.data.tokenize.partitions import fingerprint
 from megatron.optimus.data.tokenize.preprocess import PreprocessReport, preprocess
 from megatron.optimus.platform.environment import worker_index_and_count
-from tests.unit.commands.test_preprocess_data import BYTES, IN_ORDER, call, command, failed
+from tests.unit.commands.test_preprocess import BYTES, IN_ORDER, call, command, failed
 
 TEXTS = [f"document {i}: " + "word " * (i * 37 % 90) for i in range(900)]
 

@@ -21,7 +21,7 @@ from megatron.optimus.data.splits import NO_HASH_SPLITS, hash_range, read_splits
 from megatron.optimus.data.tokenize import shuffle as module
 from megatron.optimus.data.tokenize.preprocess import PreprocessReport, preprocess
 from megatron.optimus.data.tokenize.shuffle import shuffled, text_hashes
-from tests.unit.commands.test_preprocess_data import BYTES, call, command, failed
+from tests.unit.commands.test_preprocess import BYTES, call, command, failed
 
 TEXTS = [f"document {i}: " + "word " * (i * 37 % 90) for i in range(900)] + ["said often"] * 60 + [""] * 5
 SUFFIXES = (".bin", ".idx", ".splits.json")

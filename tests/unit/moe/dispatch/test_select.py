@@ -1,4 +1,4 @@
-"""Which dispatchers there are, and the message sizes at which distributed/test_dispatch_select.py compares them."""
+"""Which dispatchers there are, and the message sizes at which distributed/moe/dispatch/test_select.py compares them."""
 
 from __future__ import annotations
 

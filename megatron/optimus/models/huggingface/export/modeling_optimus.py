@@ -34,12 +34,15 @@ LEAST_SUM = 1e-20  # what a token's weights are divided by at least: a sigmoid's
 
 
 class OptimusRMSNorm(nn.Module):
+    """RMSNorm with a scale."""
+
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        """Normalizes the last dim; shape and dtype are those of x."""
         return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
 
 
@@ -52,10 +55,12 @@ class OptimusLayerNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        """Normalizes the last dim in fp32; shape and dtype are those of x."""
         return F.layer_norm(x.float(), (self.width,), eps=self.eps).to(x.dtype)
 
 
 def build_norm(config: OptimusConfig) -> nn.Module:
+    """Makes the norm that the configuration names."""
     norm = OptimusRMSNorm if config.normalization == "rmsnorm" else OptimusLayerNorm
     return norm(config.hidden_size, config.rms_norm_eps)
 
@@ -110,6 +115,8 @@ def attention_mask_of(padding_BP: Tensor | None, past: int, length: int, device:
 
 
 class OptimusAttention(nn.Module):
+    """Causal attention with rotary positions, for H query heads and G key/value heads of width d."""
+
     def __init__(self, config: OptimusConfig, layer: int) -> None:
         super().__init__()
         self.layer, self.head_dim, self.clip = layer, config.head_dim, config.clip_qkv
@@ -125,6 +132,14 @@ class OptimusAttention(nn.Module):
         )
 
     def forward(self, x_BSD: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache | None) -> Tensor:
+        """Computes [B, S, D] of x_BSD and, with a cache, of the positions before it.
+
+        Args:
+            x_BSD: inputs at the new positions.
+            rope: cosine and sine of their angles, as ``rope_table`` has them.
+            mask: as ``attention_mask_of`` has it.
+            cache: keys and values of earlier positions; those of the new ones are added.
+        """
         q_BHSd = rotate(self.heads(self.q_proj(x_BSD), self.q_norm), *rope)
         k_BGPd = rotate(self.heads(self.k_proj(x_BSD), self.k_norm), *rope)
         v_BGPd = self.heads(self.v_proj(x_BSD))
@@ -163,6 +178,7 @@ class OptimusMLP(nn.Module):
         self.down_proj = nn.Linear(inner, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Computes [..., D] in the dtype of x."""
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
@@ -179,6 +195,7 @@ class OptimusRouter(nn.Module):
         self.e_score_correction_bias: Tensor | None
 
     def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the weights, fp32 [T, K], and the experts, int64 [T, K], of each token."""
         logits_TE = F.linear(x_TD.float(), self.weight.float())
         scores_TE = logits_TE.sigmoid() if self.sigmoid else logits_TE.softmax(dim=-1)
         choice_TE = scores_TE.detach()
@@ -212,6 +229,7 @@ class OptimusExperts(nn.Module):
 
     @staticmethod
     def swiglu(gate_up_N2F: Tensor) -> Tensor:
+        """silu(gate) * up, where the first F columns are the gate: [N, 2F] -> [N, F]."""
         gate_NF, up_NF = gate_up_N2F.chunk(2, dim=-1)
         return F.silu(gate_NF) * up_NF
 
@@ -242,6 +260,7 @@ class OptimusMoE(nn.Module):
         )
 
     def forward(self, x_BSD: Tensor) -> Tensor:
+        """Sums the routed and the shared experts: [B, S, D] -> [B, S, D]."""
         x_TD = x_BSD.flatten(0, 1)
         y_BSD = self.experts(x_TD, *self.gate(x_TD)).view_as(x_BSD)
         if self.shared_expert is None:
@@ -253,6 +272,8 @@ class OptimusMoE(nn.Module):
 
 
 class OptimusDecoderLayer(GradientCheckpointingLayer):
+    """x + attention(norm(x)), then x + mlp(norm(x)); the MLP is dense or a Mixture of Experts."""
+
     def __init__(self, config: OptimusConfig, layer: int) -> None:
         super().__init__()
         self.input_layernorm = build_norm(config)
@@ -262,6 +283,7 @@ class OptimusDecoderLayer(GradientCheckpointingLayer):
         self.mlp = OptimusMoE(config) if is_moe else OptimusMLP(config.hidden_size, config.intermediate_size)
 
     def forward(self, x_BSD: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache | None) -> Tensor:
+        """Computes [B, S, D]; the arguments are those of ``OptimusAttention.forward``."""
         x_BSD = x_BSD + self.self_attn(self.input_layernorm(x_BSD), rope, mask, cache)
         return x_BSD + self.mlp(self.post_attention_layernorm(x_BSD))
 
@@ -270,6 +292,8 @@ class OptimusDecoderLayer(GradientCheckpointingLayer):
 
 
 class OptimusPreTrainedModel(PreTrainedModel):
+    """What both models tell transformers: their configuration, how they are split and initialised."""
+
     config_class = OptimusConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
@@ -286,6 +310,8 @@ class OptimusPreTrainedModel(PreTrainedModel):
 
 
 class OptimusModel(OptimusPreTrainedModel):
+    """Embedding, layers and the last norm."""
+
     def __init__(self, config: OptimusConfig) -> None:
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
@@ -305,6 +331,20 @@ class OptimusModel(OptimusPreTrainedModel):
         output_hidden_states: bool | None = None,
         **_: Any,
     ) -> BaseModelOutputWithPast:
+        """Returns the last hidden states [B, S, D], the cache and, on request, the input of every layer.
+
+        Args:
+            input_ids: int64 [B, S]; or ``inputs_embeds``, one of the two.
+            attention_mask: [B, P] over cached and new positions, 0 at padding; None: no padding.
+            position_ids: int64 [B, S]; None: those after the cached ones.
+            past_key_values: the cache, to which keys and values are added.
+            inputs_embeds: [B, S, D] in place of the embedding.
+            use_cache: whether to make a cache where none is given; None: the configuration's.
+            output_hidden_states: None: the configuration's.
+
+        Raises:
+            ValueError: both of input_ids and inputs_embeds, or none.
+        """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         x_BSD = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
@@ -328,6 +368,8 @@ class OptimusModel(OptimusPreTrainedModel):
 
 
 class OptimusForCausalLM(OptimusPreTrainedModel, GenerationMixin):
+    """The model with its output projection."""
+
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012 - transformers replaces it
 
     def __init__(self, config: OptimusConfig) -> None:

@@ -22,7 +22,7 @@ from megatron.optimus.parallel.recompute import recompute_forward
 from megatron.optimus.platform import collectives
 from megatron.optimus.platform import device as devices
 from megatron.optimus.platform.mesh import Mesh
-from tests.distributed.test_expert_parallel import SHARED, WIDTH, model_config, tokens_of
+from tests.distributed.parallel.test_expert import SHARED, WIDTH, model_config, tokens_of
 from tests.helpers import run_distributed
 
 WORLD = 4

@@ -1,6 +1,6 @@
 """The symmetric-memory token dispatcher on real GPUs, one process each: MoE layers equal those with all-gather.
 
-That it is refused elsewhere: test_dispatch_select.py; its kernels and its order of reads and writes: ops/test_peers.py.
+That it is refused elsewhere: test_select.py; its kernels and its order of reads and writes: ops/test_peers.py.
 """
 
 from __future__ import annotations

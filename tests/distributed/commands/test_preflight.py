@@ -55,7 +55,7 @@ def test_each_fault_is_one_line_with_value_limit_and_remedy(tmp_path):
 
 def test_the_size_of_checkpoints_is_that_of_the_programs_own(tmp_path, monkeypatch):
     """Weights and moments; what else is in a checkpoint, such as the random state, is small."""
-    from tests.distributed.test_failing_folder import _train
+    from tests.distributed.training.test_checkpointing import _train
     from tests.helpers import run_distributed
     from tests.integration.conftest import write_corpus
 
