@@ -1,10 +1,11 @@
-"""Microseconds of RMSNorm, alone and with the rotary embedding, by the project's operations and by torch's.
+"""Microseconds of RMSNorm, alone, with a sum before it and with the rotary embedding, by our operations and torch's.
 
     python benchmarks/norms.py                   one GPU
     python benchmarks/norms.py --device cpu      tiny: that it runs; both are torch's there
 
 Medians of 20 calls, forward and backward, after a write of 256 MiB that empties the caches. ``memory`` is what moving
-the bytes once takes at 4.2 TB/s: rows read and written forward; rows and gradient read, gradient written backward.
+the bytes once takes at 4.2 TB/s: rows read and written forward; rows and gradient read, gradient written backward; with
+the sum two of each are read and written forward, and one more gradient is read backward.
 """
 
 from __future__ import annotations
@@ -51,11 +52,11 @@ def microseconds(call: Callable[[], Any], device: torch.device) -> float:
     return statistics.median(found[3:])
 
 
-def both_ways(name: str, operation: Callable[..., Tensor], leaves: list[Tensor], grad: Tensor) -> str:
+def both_ways(name: str, operation: Callable[..., Any], leaves: list[Tensor], *grads: Tensor) -> str:
     """Forward and backward of an operation on some leaves."""
     out = operation(*leaves)
-    forward = microseconds(lambda: operation(*leaves), grad.device)
-    backward = microseconds(lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True), grad.device)
+    forward = microseconds(lambda: operation(*leaves), grads[0].device)
+    backward = microseconds(lambda: torch.autograd.grad(out, leaves, grads, retain_graph=True), grads[0].device)
     return f"  {name:<8} {forward:7.0f} / {backward:7.0f}"
 
 
@@ -73,6 +74,11 @@ def main() -> None:
               f"{x.numel() * 6 / BYTES_A_MICROSECOND:.0f}")  # fmt: skip
         print(both_ways("ours", lambda x, w: ops.rms_norm(x, w, EPS), leaves, grad))
         print(both_ways("torch", lambda x, w: F.rms_norm(x, w.shape, w, EPS), leaves, grad))
+        both = [x, torch.randn_like(x).requires_grad_(), leaves[1]]
+        print(f"sum and norm of them; memory {x.numel() * 8 / BYTES_A_MICROSECOND:.0f} / "
+              f"{x.numel() * 8 / BYTES_A_MICROSECOND:.0f}")  # fmt: skip
+        print(both_ways("ours", lambda x, y, w: ops.add_rms_norm(x, y, w, EPS), both, grad, grad))
+        print(both_ways("apart", lambda x, y, w: (t := x + y, ops.rms_norm(t, w, EPS)), both, grad, grad))
     for batch, whole_length, heads, width, per_head in HEADS:
         length = whole_length // divisor
         x, grad = (torch.randn(batch, length, heads, width, **options) for _ in range(2))

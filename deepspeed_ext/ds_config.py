@@ -37,6 +37,8 @@ def resolve_config(args: Any, config: Any, config_params: Any) -> dict[str, Any]
         ValueError: no or two configurations are given, or the file does not exist or holds no JSON object.
     """
     given = config if config is not None else config_params
+    if getattr(args, "deepscale_config", None) is not None:  # its old name, which DeepSpeed replaces too
+        args.deepspeed_config, args.deepscale_config = args.deepscale_config, None
     from_args = getattr(args, "deepspeed_config", None)
     if given is not None and from_args is not None:
         raise ValueError("a configuration is given both as config= and in args.deepspeed_config; give one")

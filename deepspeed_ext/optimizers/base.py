@@ -59,12 +59,14 @@ class StepScalars:
         skip: 1.0 if the gradient norm was not finite, then nothing at all may change; else 0.0.
         step: number of this step if it is applied, 1 for the first.
         read_host_step: returns ``step`` on the host; ``host_step`` calls it once.
+        shares_device: a forward runs at the same time; kernels leave it most of the device.
     """
 
     scale: Tensor
     skip: Tensor
     step: Tensor
     read_host_step: Callable[[], int]
+    shares_device: bool = False
 
     @classmethod
     def of(cls, device: torch.device, step: int, scale: float = 1.0, skip: bool = False) -> StepScalars:

@@ -14,6 +14,7 @@ from deepspeed_ext.optimizers.base import Shard
 from deepspeed_ext.zero.gradient_noise import GradientUnit
 from deepspeed_ext.zero.options import ZeroOptions
 from deepspeed_ext.zero.partition import BucketLayout, TensorRange
+from deepspeed_ext.zero.update_stream import Pending
 
 MAX_IN_FLIGHT = 4  # reductions of stage 2 before the next bucket waits for the oldest
 
@@ -66,7 +67,7 @@ class Bucket:
         self._is_summed = False
         self._sent: Tensor | None = None
         self._reduction: dist.Work | None = None
-        self._gathering: dist.Work | None = None
+        self._gathering: Pending | None = None
 
     # ---- gradients
 
@@ -136,13 +137,17 @@ class Bucket:
         if self.has_peers:
             self._gathering = all_gather(self.param, self.shard.param, group=self.group, async_op=True)
 
+    def set_pending(self, update: Pending) -> None:
+        """Makes ``finish_gather`` wait for an update on another stream. The bucket has no peers."""
+        self._gathering = update
+
     @property
     def is_gathering(self) -> bool:
-        """Whether an all-gather has started for which nobody has waited yet."""
+        """Whether an all-gather, or an update on another stream, has started for which nobody has waited yet."""
         return self._gathering is not None
 
     def finish_gather(self) -> None:
-        """Waits (on a GPU: makes the stream wait) for the all-gather."""
+        """Waits (on a GPU: makes the stream wait) for the new parameters."""
         if self._gathering is not None:
             self._gathering.wait()
             self._gathering = None

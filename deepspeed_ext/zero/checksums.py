@@ -92,6 +92,7 @@ class StateChecksums:
         return [name for name, _ in self._states()]
 
     def _states(self) -> list[tuple[str, Tensor]]:
+        self._optimizer.wait_for_params()
         found = []
         for flat in self._optimizer.flat_buffers:
             first = next(iter(flat.params))

@@ -140,14 +140,16 @@ class InnerState(Mapping[str, Any]):
     Args:
         shard: whose states.
         counts: the object whose ``applied`` is the number of steps.
+        wait: is called before the states are read.
     """
 
-    def __init__(self, shard: Shard, counts: StepState) -> None:
-        self._shard, self._counts = shard, counts
+    def __init__(self, shard: Shard, counts: StepState, wait: Callable[[], None]) -> None:
+        self._shard, self._counts, self._wait = shard, counts, wait
 
     def __getitem__(self, kind: str) -> Any:
         if kind == "step":
             return torch.tensor(float(self._counts.applied))
+        self._wait()
         return self._shard.state[kind]
 
     def __iter__(self) -> Iterator[str]:

@@ -451,6 +451,11 @@ class GradientReducer:
         for bucket in self.buckets:
             bucket.finish_gradient()
 
+    @property
+    def zeroes_storage(self) -> bool:
+        """Whether ``reset_after_step`` writes zeros into storage."""
+        return bool(self._zeroed_places)
+
     @torch.no_grad()
     def reset_after_step(self) -> None:
         """Starts new sums, after a step that was taken or skipped."""

@@ -21,6 +21,8 @@ import math
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +33,7 @@ from torch import Tensor, nn
 from deepspeed_ext.groups import ZeroGroups, expert_group_name, ranks_of
 from deepspeed_ext.optimizers import shard_optimizer_for
 from deepspeed_ext.optimizers.base import CurvatureOptimizer, MatrixOptimizer, Shard, StepScalars
+from deepspeed_ext.optimizers.elementwise import ElementwiseOptimizer
 from deepspeed_ext.optimizers.whole_tensors import TensorOptimizer, run_in_rounds
 from deepspeed_ext.versions import BaseOptimizer
 from deepspeed_ext.zero import deepspeed_api, gradient_noise, sharded_state
@@ -44,6 +47,7 @@ from deepspeed_ext.zero.options import ZeroOptions
 from deepspeed_ext.zero.param_all_gather import ParamAllGather
 from deepspeed_ext.zero.sharded_state import MatrixState, StateShard
 from deepspeed_ext.zero.sync_errors import BackwardTracker, StepErrors
+from deepspeed_ext.zero.update_stream import UpdateStream
 
 
 class EPZeroOptimizer(DeepSpeedFiles, BaseOptimizer):
@@ -108,6 +112,7 @@ class EPZeroOptimizer(DeepSpeedFiles, BaseOptimizer):
         self._param_gather = ParamAllGather(
             self.flat_buffers, self._reducer.buckets, module, self.options.overlap_param_gather
         )
+        self._update_stream = self._new_update_stream()
         self._buffer_of = {bucket: flat_buffer for flat_buffer in self.flat_buffers for bucket in flat_buffer.buckets}
         divisor = dist.get_world_size(groups.dense) if self.options.average else 1
         self._state = StepState(self.device, divisor, self.options)
@@ -132,7 +137,17 @@ class EPZeroOptimizer(DeepSpeedFiles, BaseOptimizer):
             self._give_way,
         )
         for bucket in self._param_gather.buckets:  # type: ignore[assignment]
-            optimizer.state[bucket.shard.master] = deepspeed_api.InnerState(bucket.shard, self._state)
+            inner = deepspeed_api.InnerState(bucket.shard, self._state, self.wait_for_params)
+            optimizer.state[bucket.shard.master] = inner
+
+    def _new_update_stream(self) -> UpdateStream | None:
+        """A stream for updates beside the next forward, where one GPU trains alone with fused updates."""
+        is_fused = all(
+            isinstance(flat_buffer.shard_optimizer, ElementwiseOptimizer) for flat_buffer in self.flat_buffers
+        )
+        if self.options.overlap_param_gather and is_fused and self.device.type == "cuda" and dist.get_world_size() == 1:
+            return UpdateStream(self.device)
+        return None
 
     def _init_engine_attributes(self) -> None:
         """Sets what DeepSpeed's engine reads, and the norms to clip and to skip above, which may change every step."""
@@ -192,6 +207,8 @@ class EPZeroOptimizer(DeepSpeedFiles, BaseOptimizer):
         if self._tracker.is_in_another_backward():
             self.end_interrupted_backward()
         self._tracker.begin()
+        if self._update_stream is not None:
+            self._param_gather.wait()  # a backward writes the gradients that an update reads
         super().set_gradient_accumulation_boundary(is_boundary)
         self.has_begun = True
         self._reducer.arm((is_boundary or self.options.reduces_each_backward) and not self._reductions_held, only)
@@ -317,26 +334,43 @@ class EPZeroOptimizer(DeepSpeedFiles, BaseOptimizer):
         scalars = self._state.scalars(norm, self.clip_grad, self.skip_above, errors)
         updated: set[FlatBuffer] = set()
         self._update_tensors(scalars)
+        if self._update_stream is not None:
+            scalars = replace(scalars, shares_device=True)
+            self._update_stream.begin(scalars, row_scales)
         for bucket in self._param_gather.buckets:
-            flat_buffer = self._buffer_of[bucket]
-            group_options = self.param_groups[flat_buffer.key.param_group]
-            if flat_buffer.tensors is not None:
-                pass  # updated already
-            elif not isinstance(flat_buffer.shard_optimizer, MatrixOptimizer):
-                flat_buffer.shard_optimizer.update_(bucket.shard, group_options, scalars)
-            elif flat_buffer not in updated:  # matrices lie across buckets: all of the buffer's at once
-                assert flat_buffer.exchange is not None
-                updated.add(flat_buffer)
-                shards = [bucket.shard for bucket in flat_buffer.buckets]
-                flat_buffer.shard_optimizer.update_matrices_(shards, flat_buffer.exchange, group_options, scalars)
-            if row_scales:
-                flat_buffer.scale_rows(bucket, row_scales, scalars.skip)
-            bucket.start_gather()
+            update = partial(self._update_bucket, bucket, scalars, row_scales, updated)
+            if self._update_stream is not None:
+                bucket.set_pending(self._update_stream.submit(update))
+            else:
+                update()
+                bucket.start_gather()
         self._param_gather.finish_step()
         self._forget_gradients()
         self._was_previous_skipped = self._state.read_previous_outcome()
         if self._was_previous_skipped:
             self._errors.raise_on_all_ranks()
+
+    def _update_bucket(
+        self,
+        bucket: Bucket,
+        scalars: StepScalars,
+        row_scales: Mapping[nn.Parameter, Tensor],
+        updated: set[FlatBuffer],
+    ) -> None:
+        """Updates this rank's shard of a bucket; ``updated`` are flat buffers of matrices that are done."""
+        flat_buffer = self._buffer_of[bucket]
+        group_options = self.param_groups[flat_buffer.key.param_group]
+        if flat_buffer.tensors is not None:
+            pass  # updated already
+        elif not isinstance(flat_buffer.shard_optimizer, MatrixOptimizer):
+            flat_buffer.shard_optimizer.update_(bucket.shard, group_options, scalars)
+        elif flat_buffer not in updated:  # matrices lie across buckets: all of the buffer's at once
+            assert flat_buffer.exchange is not None
+            updated.add(flat_buffer)
+            shards = [bucket.shard for bucket in flat_buffer.buckets]
+            flat_buffer.shard_optimizer.update_matrices_(shards, flat_buffer.exchange, group_options, scalars)
+        if row_scales:
+            flat_buffer.scale_rows(bucket, row_scales, scalars.skip)
 
     def scale_rows_after_update(self, scales: Mapping[nn.Parameter, Tensor]) -> None:
         """Makes the next step multiply rows of parameters after their update, masters included. Local.
@@ -368,6 +402,8 @@ class EPZeroOptimizer(DeepSpeedFiles, BaseOptimizer):
         return totals[0].sqrt(), terms
 
     def _forget_gradients(self) -> None:
+        if self._reducer.zeroes_storage:
+            self._param_gather.wait()  # an update may be reading what is zeroed
         self._reducer.reset_after_step()
         self._reduced = self.has_begun = False
         self._copies.clear()
@@ -530,13 +566,14 @@ class EPZeroOptimizer(DeepSpeedFiles, BaseOptimizer):
         if any(flat_buffer.shard_optimizer.needs_masters for flat_buffer in self.flat_buffers):
             raise ValueError("a schedule-free optimizer keeps an average of its own; no other is kept beside it")
         self._evaluates_average = evaluates
+        self._param_gather.wait()
         for shard in self._shards():
             shard.average = shard.master.clone()
 
     @torch.no_grad()
     def update_average(self, weight: float) -> None:
-        """Moves the average by ``weight`` towards the masters. Call it between steps; it waits for nothing. Local."""
-        self.require_on_device("update_average", "hp_params", "optim_states")
+        """Moves the average by ``weight`` towards the masters. Between steps; the host waits for nothing. Local."""
+        self._require_at_rest("update_average", "hp_params", "optim_states")
         for shard in self._shards():
             if shard.average is not None:
                 shard.average.lerp_(shard.master, weight)
@@ -544,6 +581,7 @@ class EPZeroOptimizer(DeepSpeedFiles, BaseOptimizer):
     @torch.no_grad()
     def restart_average(self) -> None:
         """Sets the average, if one is kept, to the masters: after weights were loaded without it."""
+        self._param_gather.wait()
         for shard in self._shards():
             if shard.average is not None:
                 shard.average.copy_(shard.master)
@@ -551,8 +589,8 @@ class EPZeroOptimizer(DeepSpeedFiles, BaseOptimizer):
     @torch.no_grad()
     def restart_states(self) -> None:
         """Makes states that are weights (schedule-free's z, the average) anew, after weights alone were loaded."""
+        self._require_at_rest("restart_states", "hp_params", "optim_states")
         self.restart_average()
-        self.require_on_device("restart_states", "hp_params", "optim_states")
         for flat_buffer in self.flat_buffers:
             if flat_buffer.shard_optimizer.needs_masters:
                 flat_buffer.new_states(self.param_groups[flat_buffer.key.param_group])
@@ -560,13 +598,17 @@ class EPZeroOptimizer(DeepSpeedFiles, BaseOptimizer):
     @torch.no_grad()
     def restart_from_params(self) -> None:
         """Sets masters and states as construction does, after the parameters of every rank were set. Before a step."""
+        self._param_gather.wait()
         for flat_buffer in self.flat_buffers:
             flat_buffer.read_masters_from_params()
             flat_buffer.new_states(self.param_groups[flat_buffer.key.param_group])
         self.restart_average()
 
     def wait_for_params(self) -> None:
-        """Waits for all new parameters; needed with overlap_param_gather to read them outside of forward."""
+        """Waits for all updates and new parameters, before they or optimizer states are read outside of forward.
+
+        Needed with overlap_param_gather. On a GPU it makes the stream wait, not the host.
+        """
         self._param_gather.wait()
 
     def wait_before_forward(self) -> None:
@@ -577,7 +619,7 @@ class EPZeroOptimizer(DeepSpeedFiles, BaseOptimizer):
     # ---- state
 
     def _require_at_rest(self, what: str, *kinds: str) -> None:
-        """As ``require_on_device``; and waits for parameters in flight: in fp32 they are the masters."""
+        """As ``require_on_device``; and waits for updates and parameters in flight: in fp32 these are the masters."""
         self.require_on_device(what, *kinds)
         self._param_gather.wait()
 
@@ -589,6 +631,7 @@ class EPZeroOptimizer(DeepSpeedFiles, BaseOptimizer):
     @property
     def state(self) -> Mapping[Tensor, Any]:
         """Each bucket's states, keyed by its master shard."""
+        self._param_gather.wait()
         return {bucket.shard.master: bucket.shard.state for bucket in self._param_gather.buckets}
 
     @property

@@ -59,7 +59,8 @@ class ZeroOptions:
         comm_dtype: dtype of the buffers that are reduce-scattered; None: ``grad_dtype``.
         overlap_comm: reduce buckets while backward runs.
         overlap_param_gather: ``step()`` returns before other ranks' new parameters have arrived; forward waits for them
-            module by module.
+            module by module. On one GPU alone with an element-wise optimizer the updates themselves run beside the
+            forward, on a stream of their own (update_stream.py).
         max_norm: clip to this gradient norm; 0: never.
         clip_after_steps: number of applied steps before clipping begins.
         check_grad_overflow: skip steps whose gradient norm is not finite; False takes them, as DeepSpeed's

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import deepspeed_ext
+from tests.distributed.lazy_updates import READERS, lazy_updates
 from tests.distributed.param_waits import compiled, waits
 from tests.distributed.test_zero_exact import build_engine, train_step
 from tests.distributed.zero_stack import UNIT, WIDTH, Stack, distance, input_of, serial, sharded, take_step
@@ -231,6 +232,7 @@ def _scenarios(rank: int, world: int) -> dict[str, Any]:
         "different": [_different_use(rank, stage) for stage in (1, 2)],
         "awaited": _awaited(rank),
         "waits": waits(rank, sharded),
+        "lazy": lazy_updates(rank),
         "compiled": compiled(rank),
         "main_grad": _main_grad(rank),
         "late": _late_gradient(rank),
@@ -267,6 +269,7 @@ def test_schedule() -> None:
         ends = {"copied": True, "state dict of a part": 0, "loaded": (0.5, 0.5), "destroyed": 0}
         assert {name: found.pop(name) for name in ends} == ends
         assert len(found) == 6 and all(seen == (True, []) for seen in found.values()), found
+        assert result["lazy"] == dict.fromkeys(READERS, (True, True))
         _check_compiled(result["compiled"])
         assert result["main_grad"] == (True, True, True)
         assert "after its bucket had been reduced" in result["late"], result["late"]

@@ -92,7 +92,9 @@ def main() -> None:
     router_statistics.gradients(logits, logits, logits[0], logits[0, 0])
     elementwise.silu_mul_backward(x, x, elementwise.silu_mul(x, x))
     elementwise.rotate(x.view(1, 4, TOKENS, -1), torch.zeros(TOKENS, 64), torch.zeros(TOKENS, 64), False)
-    norm.rms_norm_backward(x, x[0], norm.rms_norm(x, x[0], 1e-5), 1e-5)
+    for other in (None, x):
+        total, normed = norm.add_rms_norm(x, other, x[0], 1e-5)
+        norm.rms_norm_backward(total, x[0], normed, other, 1e-5)
     heads, tables = x.view(1, TOKENS, 4, -1), (torch.zeros(TOKENS, 64), torch.zeros(TOKENS, 64))
     for scale in (heads[0, 0, 0], x[0]):
         rotated = norm.norm_rotate(heads, scale, 1e-5, *tables)

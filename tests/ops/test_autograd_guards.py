@@ -103,6 +103,7 @@ def calls(
         yield "copy_rows", lambda a: ops.copy_rows(a, positions, 24), x
         yield "rotate", lambda a: ops.rotate(a, table, table), torch.rand(2, 3, 4, 8, device=x.device)
         yield "rms_norm", lambda a: ops.rms_norm(a, x[0], 1e-5), x
+        yield "add_rms_norm", lambda a: ops.add_rms_norm(x, a, x[0], 1e-5)[1], x
         heads = torch.rand(2, 4, 3, 8, device=x.device)
         yield "norm_rotate", lambda a: ops.norm_rotate(a, table[0], 1e-5, table, table), heads
         yield "silu_mul", lambda a: ops.silu_mul(a, x), x
@@ -214,6 +215,7 @@ def run_all(inputs: list[Tensor]) -> dict[str, Tensor]:
     table = torch.ones(4, 8, device=x.device)
     keep("rotate", lambda a: ops.rotate(a, table, table), x.new_ones(2, 3, 4, 8))
     keep("rms_norm", lambda a: ops.rms_norm(a, x[0], 1e-5), x)
+    keep("add_rms_norm", lambda a, b: ops.add_rms_norm(a, b, x[0], 1e-5)[1], x, x)
     keep("norm_rotate", lambda a: ops.norm_rotate(a, table[0], 1e-5, table, table), x.new_ones(2, 4, 3, 8))
     keep("silu_mul", ops.silu_mul, x, x)
     found["log_sum_exp"] = ops.log_sum_exp(x)

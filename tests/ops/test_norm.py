@@ -1,4 +1,4 @@
-"""RMSNorm, alone and with the rotary embedding: values and gradients against fp64."""
+"""RMSNorm, alone, with a sum before it and with the rotary embedding: values and gradients against fp64."""
 
 from __future__ import annotations
 
@@ -31,6 +31,40 @@ def test_rms_norm(backend: str, device: str, dtype: torch.dtype, shape: tuple[in
     want_dx, want_dweight = torch.autograd.grad(want, exact, grad.double().cpu())
     for got, wanted in ((out, want), (dx, want_dx), (dweight, want_dweight)):
         close(got, wanted, dtype)
+
+
+@each
+@each_dtype
+@pytest.mark.parametrize("shape", [(1, 5), (2, 5, 410), (300, 64), (3, 2048)], ids=str)
+@pytest.mark.parametrize("used", ["sum and norm", "norm", "sum"])
+@pytest.mark.parametrize("adds", [True, False], ids=["two", "one"])
+def test_sum_and_norm(
+    backend: str, device: str, dtype: torch.dtype, shape: tuple[int, ...], used: str, adds: bool
+) -> None:
+    ops.set_backend(backend)
+    x, y, *grads = (3 * made(*shape, dtype=dtype, device=device, seed=seed) for seed in range(4))
+    if adds:  # a part of a wider row
+        y = torch.cat((y, y), -1)[..., : shape[-1]]
+    weight = 1 + made(shape[-1], dtype=dtype, device=device, seed=4)
+    leaves = [leaf.requires_grad_() for leaf in ((x, y, weight) if adds else (x, weight))]
+    outputs = ops.add_rms_norm(x, y if adds else None, weight, EPS)
+    exact = [leaf.detach().double().cpu().requires_grad_() for leaf in leaves]
+    # The sum is rounded before its norm: so is the exact one, with the gradient of the sum.
+    rounded = (x.detach() + y.detach() if adds else x.detach()).double().cpu()
+    total = exact[0] + exact[1] if adds else exact[0]
+    total = total + (rounded - total).detach()
+    wants = [total, normed(total, exact[-1])]
+    close(outputs[0], wants[0], dtype)
+    close(outputs[1], wants[1], dtype)
+    picks = [index for index, name in enumerate(("sum", "norm")) if name in used]
+    got = torch.autograd.grad([outputs[i] for i in picks], leaves, [grads[i] for i in picks], allow_unused=True)
+    want = torch.autograd.grad(
+        [wants[i] for i in picks], exact, [grads[i].double().cpu() for i in picks], allow_unused=True
+    )
+    for one, wanted in zip(got, want, strict=True):
+        assert (one is None) == (wanted is None)
+        if one is not None:
+            close(one, wanted, dtype)
 
 
 @each
@@ -71,6 +105,10 @@ def test_what_does_not_fit_is_refused() -> None:
         ops.rms_norm(torch.ones(2, 3), weight, EPS)
     with pytest.raises(ValueError, match="rms_norm: the first argument is on cpu but another is on meta"):
         ops.rms_norm(x, weight.to("meta"), EPS)
+    with pytest.raises(ValueError, match=r"add_rms_norm: x torch.float32 \(2, 3, 4, 8\) and y torch.float16 \(8,\)"):
+        ops.add_rms_norm(x, weight.half(), weight, EPS)
+    with pytest.raises(ValueError, match=r"add_rms_norm: x \(2, 3\) and weight \(8,\)"):
+        ops.add_rms_norm(torch.ones(2, 3), None, weight, EPS)
     with pytest.raises(ValueError, match=r"expected \[B, S, H, d\] and \[d\] or \[H \* d\]"):
         ops.norm_rotate(x, torch.ones(16), EPS, *tables)
     with pytest.raises(ValueError, match=r"norm_rotate: x \(2, 4, 3, 8\), cos \(4, 8\)"):

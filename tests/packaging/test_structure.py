@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tools.dev import outline
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "megatron" / "optimus"
 
@@ -203,6 +205,10 @@ def test_every_class_has_a_name_of_its_own() -> None:
                 places.setdefault(node.name, []).append(place(path, node))
     shared = {name: found for name, found in places.items() if len(found) > 1}
     assert not shared, shared
+
+
+def test_public_names_have_docstrings() -> None:
+    assert outline.without_docstring(outline.read_sources(ROOT)) == []
 
 
 def test_functions_stay_small() -> None:

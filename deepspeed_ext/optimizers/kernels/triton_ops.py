@@ -8,8 +8,10 @@ may hold more than 2^31 elements. reference.py is the specification.
 
 from __future__ import annotations
 
+import functools
 import math
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -22,6 +24,9 @@ from deepspeed_ext.optimizers.kernels.options import AdamOptions, LionOptions, M
 # or within 0.2% of it, among 256 to 4096 elements and 2 to 8 warps.
 _BLOCK, _CODED_BLOCK = 1024, 2048
 _WARPS = 4
+# Where a forward shares the device: programs of a whole multiprocessor each, on 3 / 7 of them. On an H200 such 48 reach
+# 91% of an update's bandwidth. With 40 or 132, or the grid of an update alone, a step of Mula-7B took longer.
+_SHARED_BLOCK, _SHARED_WARPS = 4096, 32
 
 _STATE_BLOCK = tl.constexpr(states.BLOCK)
 _SHIFT = tl.constexpr(states.SHIFT)
@@ -34,9 +39,9 @@ _SMALLEST_SCALE = tl.constexpr(states.SMALLEST_SCALE)
 
 
 @triton.jit
-def _positions(numel, BLOCK: tl.constexpr):
-    """Positions [BLOCK] of this program in the shard, and which of them lie inside."""
-    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+def _positions(block, numel, BLOCK: tl.constexpr):
+    """Positions [BLOCK] of a block in the shard, and which of them lie inside."""
+    index = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
     return index, index < numel
 
 
@@ -61,16 +66,16 @@ def _store_weights(master_ptr, param_ptr, index, mask, master, STORES_PARAM: tl.
 
 
 @triton.jit
-def _load_state(ptr, scale_ptr, index, mask, BLOCK: tl.constexpr):
-    """Decodes this program's part of a state to fp32 [BLOCK]; the pointer's dtype says how it is kept."""
+def _load_state(ptr, scale_ptr, block, index, mask, BLOCK: tl.constexpr):
+    """Decodes a block of a state to fp32 [BLOCK]; the pointer's dtype says how it is kept."""
     dtype: tl.constexpr = ptr.dtype.element_ty
     stored = tl.load(ptr + index, mask=mask, other=0)
     if dtype.primitive_bitwidth == 8:
         OFFSET: tl.constexpr = _SIGNED_OFFSET if dtype == tl.int8 else _UNSIGNED_OFFSET
         OFFSET_BITS: tl.constexpr = _SIGNED_BITS if dtype == tl.int8 else _UNSIGNED_BITS
-        block = tl.program_id(0).to(tl.int64) * (BLOCK // _STATE_BLOCK) + tl.arange(0, BLOCK // _STATE_BLOCK)
+        row = tl.cast(block, tl.int64) * (BLOCK // _STATE_BLOCK) + tl.arange(0, BLOCK // _STATE_BLOCK)
         is_inside = tl.max(tl.reshape(mask.to(tl.int32), [BLOCK // _STATE_BLOCK, _STATE_BLOCK]), 1) > 0
-        scale = tl.load(scale_ptr + block, mask=is_inside, other=0.0)
+        scale = tl.load(scale_ptr + row, mask=is_inside, other=0.0)
         code = stored.to(tl.int32)
         bits = (tl.abs(code) << _SHIFT) + OFFSET_BITS
         y = (bits.to(tl.float32, bitcast=True) - OFFSET) * (1.0 / (1.0 - OFFSET))
@@ -82,7 +87,7 @@ def _load_state(ptr, scale_ptr, index, mask, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _store_state(ptr, scale_ptr, index, mask, value, bits, BLOCK: tl.constexpr):
+def _store_state(ptr, scale_ptr, block, index, mask, value, bits, BLOCK: tl.constexpr):
     """Encodes and stores a state, rounded stochastically by 16 random ``bits`` for each element."""
     dtype: tl.constexpr = ptr.dtype.element_ty
     if dtype == tl.float32:
@@ -107,9 +112,9 @@ def _store_state(ptr, scale_ptr, index, mask, value, bits, BLOCK: tl.constexpr):
             code = tl.where(rows < 0.0, -code, code)
         else:
             code = tl.where((code == 0) & (y > 0.0), 1, code)
-        block = tl.program_id(0).to(tl.int64) * (BLOCK // _STATE_BLOCK) + tl.arange(0, BLOCK // _STATE_BLOCK)
+        row = tl.cast(block, tl.int64) * (BLOCK // _STATE_BLOCK) + tl.arange(0, BLOCK // _STATE_BLOCK)
         is_inside = tl.max(tl.reshape(mask.to(tl.int32), [BLOCK // _STATE_BLOCK, _STATE_BLOCK]), 1) > 0
-        tl.store(scale_ptr + block, scale, mask=is_inside)
+        tl.store(scale_ptr + row, scale, mask=is_inside)
         tl.store(ptr + index, tl.reshape(code, [BLOCK]).to(dtype), mask=mask)
 
 
@@ -130,25 +135,26 @@ def _adam(
     STORES_PARAM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     if tl.load(skip_ptr) == 0.0:
-        index, mask = _positions(numel, BLOCK)
-        gradient = tl.load(grad_ptr + index, mask=mask, other=0.0).to(tl.float32)
-        master = tl.load(master_ptr + index, mask=mask, other=0.0)
-        m = _load_state(m_ptr, m_scale_ptr, index, mask, BLOCK)
-        v = _load_state(v_ptr, v_scale_ptr, index, mask, BLOCK)
         step = tl.load(step_ptr)
         # In fp64: the difference of 1 and a beta near 1 would lose most of 24 bits.
         correction1 = (1.0 - tl.exp(step.to(tl.float64) * LOG_BETA1)).to(tl.float32)
         correction2 = tl.sqrt((1.0 - tl.exp(step.to(tl.float64) * LOG_BETA2)).to(tl.float32))
-        gradient = _scaled(gradient, scale_ptr, MAXIMIZE)
-        if COUPLED:
-            gradient += coupled_decay * master
-        m += rest1 * (gradient - m)
-        v = beta2 * v + rest2 * (gradient * gradient)
-        master = decay * master - (lr / correction1) * (m / (tl.sqrt(v) / correction2 + eps))
-        _store_weights(master_ptr, param_ptr, index, mask, master, STORES_PARAM)
-        bits = _random_bits(index, step)
-        _store_state(m_ptr, m_scale_ptr, index, mask, m, (bits & 0xFFFF).to(tl.int32), BLOCK)
-        _store_state(v_ptr, v_scale_ptr, index, mask, v, (bits >> 16).to(tl.int32), BLOCK)
+        for block in range(tl.program_id(0), tl.cdiv(numel, BLOCK), tl.num_programs(0)):
+            index, mask = _positions(block, numel, BLOCK)
+            gradient = tl.load(grad_ptr + index, mask=mask, other=0.0).to(tl.float32)
+            master = tl.load(master_ptr + index, mask=mask, other=0.0)
+            m = _load_state(m_ptr, m_scale_ptr, block, index, mask, BLOCK)
+            v = _load_state(v_ptr, v_scale_ptr, block, index, mask, BLOCK)
+            gradient = _scaled(gradient, scale_ptr, MAXIMIZE)
+            if COUPLED:
+                gradient += coupled_decay * master
+            m += rest1 * (gradient - m)
+            v = beta2 * v + rest2 * (gradient * gradient)
+            master = decay * master - (lr / correction1) * (m / (tl.sqrt(v) / correction2 + eps))
+            _store_weights(master_ptr, param_ptr, index, mask, master, STORES_PARAM)
+            bits = _random_bits(index, step)
+            _store_state(m_ptr, m_scale_ptr, block, index, mask, m, (bits & 0xFFFF).to(tl.int32), BLOCK)
+            _store_state(v_ptr, v_scale_ptr, block, index, mask, v, (bits >> 16).to(tl.int32), BLOCK)
 
 
 @triton.jit
@@ -157,18 +163,19 @@ def _lion(
     MAXIMIZE: tl.constexpr, STORES_PARAM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     if tl.load(skip_ptr) == 0.0:
-        index, mask = _positions(numel, BLOCK)
-        gradient = tl.load(grad_ptr + index, mask=mask, other=0.0).to(tl.float32)
-        master = tl.load(master_ptr + index, mask=mask, other=0.0)
-        m = _load_state(m_ptr, m_scale_ptr, index, mask, BLOCK)
-        gradient = _scaled(gradient, scale_ptr, MAXIMIZE)
-        direction = m + rest1 * (gradient - m)
-        sign = tl.where(direction > 0.0, 1.0, 0.0) - tl.where(direction < 0.0, 1.0, 0.0)
-        master = decay * master - lr * sign
-        m += rest2 * (gradient - m)
-        _store_weights(master_ptr, param_ptr, index, mask, master, STORES_PARAM)
-        bits = _random_bits(index, tl.load(step_ptr))
-        _store_state(m_ptr, m_scale_ptr, index, mask, m, (bits & 0xFFFF).to(tl.int32), BLOCK)
+        for block in range(tl.program_id(0), tl.cdiv(numel, BLOCK), tl.num_programs(0)):
+            index, mask = _positions(block, numel, BLOCK)
+            gradient = tl.load(grad_ptr + index, mask=mask, other=0.0).to(tl.float32)
+            master = tl.load(master_ptr + index, mask=mask, other=0.0)
+            m = _load_state(m_ptr, m_scale_ptr, block, index, mask, BLOCK)
+            gradient = _scaled(gradient, scale_ptr, MAXIMIZE)
+            direction = m + rest1 * (gradient - m)
+            sign = tl.where(direction > 0.0, 1.0, 0.0) - tl.where(direction < 0.0, 1.0, 0.0)
+            master = decay * master - lr * sign
+            m += rest2 * (gradient - m)
+            _store_weights(master_ptr, param_ptr, index, mask, master, STORES_PARAM)
+            bits = _random_bits(index, tl.load(step_ptr))
+            _store_state(m_ptr, m_scale_ptr, block, index, mask, m, (bits & 0xFFFF).to(tl.int32), BLOCK)
 
 
 @triton.jit
@@ -179,21 +186,22 @@ def _sgd(
     STORES_PARAM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     if tl.load(skip_ptr) == 0.0:
-        index, mask = _positions(numel, BLOCK)
-        gradient = tl.load(grad_ptr + index, mask=mask, other=0.0).to(tl.float32)
-        master = tl.load(master_ptr + index, mask=mask, other=0.0)
-        gradient = _scaled(gradient, scale_ptr, MAXIMIZE)
-        if COUPLED:
-            gradient += coupled_decay * master
-        if HAS_MOMENTUM:
-            step = tl.load(step_ptr)
-            m = momentum * _load_state(m_ptr, m_scale_ptr, index, mask, BLOCK)
-            m += tl.where(step == 1.0, 1.0, undamped) * gradient
-            bits = _random_bits(index, step)
-            _store_state(m_ptr, m_scale_ptr, index, mask, m, (bits & 0xFFFF).to(tl.int32), BLOCK)
-            gradient = gradient + momentum * m if NESTEROV else m
-        master = decay * master - lr * gradient
-        _store_weights(master_ptr, param_ptr, index, mask, master, STORES_PARAM)
+        for block in range(tl.program_id(0), tl.cdiv(numel, BLOCK), tl.num_programs(0)):
+            index, mask = _positions(block, numel, BLOCK)
+            gradient = tl.load(grad_ptr + index, mask=mask, other=0.0).to(tl.float32)
+            master = tl.load(master_ptr + index, mask=mask, other=0.0)
+            gradient = _scaled(gradient, scale_ptr, MAXIMIZE)
+            if COUPLED:
+                gradient += coupled_decay * master
+            if HAS_MOMENTUM:
+                step = tl.load(step_ptr)
+                m = momentum * _load_state(m_ptr, m_scale_ptr, block, index, mask, BLOCK)
+                m += tl.where(step == 1.0, 1.0, undamped) * gradient
+                bits = _random_bits(index, step)
+                _store_state(m_ptr, m_scale_ptr, block, index, mask, m, (bits & 0xFFFF).to(tl.int32), BLOCK)
+                gradient = gradient + momentum * m if NESTEROV else m
+            master = decay * master - lr * gradient
+            _store_weights(master_ptr, param_ptr, index, mask, master, STORES_PARAM)
 
 
 @triton.jit
@@ -202,15 +210,16 @@ def _momentum(
     MAXIMIZE: tl.constexpr, NESTEROV: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     if tl.load(skip_ptr) == 0.0:
-        index, mask = _positions(numel, BLOCK)
-        gradient = tl.load(grad_ptr + index, mask=mask, other=0.0).to(tl.float32)
-        m = _load_state(m_ptr, m_scale_ptr, index, mask, BLOCK)
-        gradient = _scaled(gradient, scale_ptr, MAXIMIZE)
-        m += rest * (gradient - m)
-        update = gradient + momentum * (m - gradient) if NESTEROV else m
-        tl.store(update_ptr + index, update.to(update_ptr.dtype.element_ty), mask=mask)
-        bits = _random_bits(index, tl.load(step_ptr))
-        _store_state(m_ptr, m_scale_ptr, index, mask, m, (bits & 0xFFFF).to(tl.int32), BLOCK)
+        for block in range(tl.program_id(0), tl.cdiv(numel, BLOCK), tl.num_programs(0)):
+            index, mask = _positions(block, numel, BLOCK)
+            gradient = tl.load(grad_ptr + index, mask=mask, other=0.0).to(tl.float32)
+            m = _load_state(m_ptr, m_scale_ptr, block, index, mask, BLOCK)
+            gradient = _scaled(gradient, scale_ptr, MAXIMIZE)
+            m += rest * (gradient - m)
+            update = gradient + momentum * (m - gradient) if NESTEROV else m
+            tl.store(update_ptr + index, update.to(update_ptr.dtype.element_ty), mask=mask)
+            bits = _random_bits(index, tl.load(step_ptr))
+            _store_state(m_ptr, m_scale_ptr, block, index, mask, m, (bits & 0xFFFF).to(tl.int32), BLOCK)
 
 
 @triton.jit
@@ -218,7 +227,8 @@ def _apply_update(
     master_ptr, param_ptr, update_ptr, skip_ptr, numel, decay, lr, STORES_PARAM: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     if tl.load(skip_ptr) == 0.0:
-        index, mask = _positions(numel, BLOCK)
+        block = tl.program_id(0)
+        index, mask = _positions(block, numel, BLOCK)
         update = tl.load(update_ptr + index, mask=mask, other=0.0).to(tl.float32)
         master = decay * tl.load(master_ptr + index, mask=mask, other=0.0) - lr * update
         _store_weights(master_ptr, param_ptr, index, mask, master, STORES_PARAM)
@@ -228,13 +238,23 @@ def _log(beta: float) -> float:
     return math.log(beta) if beta > 0 else -1000.0  # exp() of it is zero
 
 
-def _block(shard: Shard) -> int:
+@functools.cache
+def _shared_programs(device: torch.device) -> int:
+    if device.type == "cpu":
+        return 3  # Triton's interpreter
+    processors: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return max(1, processors * 3 // 7)
+
+
+def _launch(shard: Shard, scalars: StepScalars) -> tuple[tuple[int], dict[str, int]]:
+    """The grid of an update, and the block and warps of its programs."""
+    numel = shard.master.numel()
+    if scalars.shares_device:
+        programs = min(triton.cdiv(numel, _SHARED_BLOCK), _shared_programs(shard.master.device))
+        return (programs,), {"BLOCK": _SHARED_BLOCK, "num_warps": _SHARED_WARPS}
     is_coded = any(kind.endswith(states.SCALE_SUFFIX) for kind in shard.state)
-    return _CODED_BLOCK if is_coded else _BLOCK
-
-
-def _grid(numel: int, block: int) -> tuple[int]:
-    return (triton.cdiv(numel, block),)
+    block = _CODED_BLOCK if is_coded else _BLOCK
+    return (triton.cdiv(numel, block),), {"BLOCK": block, "num_warps": _WARPS}
 
 
 def _state(shard: Shard, kind: str) -> tuple[Tensor, Tensor | None]:
@@ -257,58 +277,55 @@ def _is_coupled(options: AdamOptions | SGDOptions) -> bool:
 
 def adam(shard: Shard, options: AdamOptions, scalars: StepScalars) -> None:
     """See reference.adam."""
-    numel, block = shard.master.numel(), _block(shard)
-    _adam[_grid(numel, block)](
+    numel, (grid, tile) = shard.master.numel(), _launch(shard, scalars)
+    _adam[grid](
         shard.grad, shard.master, shard.param, *_state(shard, "exp_avg"), *_state(shard, "exp_avg_sq"),
         scalars.scale, scalars.skip, scalars.step, numel,
         options.lr, _decay(options), options.weight_decay,
         1 - options.beta1, options.beta2, 1 - options.beta2, options.eps,
         LOG_BETA1=_log(options.beta1), LOG_BETA2=_log(options.beta2), MAXIMIZE=options.maximize,
         COUPLED=_is_coupled(options),
-        STORES_PARAM=_stores_param(shard.master, shard.param), BLOCK=block, num_warps=_WARPS,
+        STORES_PARAM=_stores_param(shard.master, shard.param), **tile,
     )  # fmt: skip
 
 
 def lion(shard: Shard, options: LionOptions, scalars: StepScalars) -> None:
     """See reference.lion."""
-    numel, block = shard.master.numel(), _block(shard)
-    _lion[_grid(numel, block)](
+    numel, (grid, tile) = shard.master.numel(), _launch(shard, scalars)
+    _lion[grid](
         shard.grad, shard.master, shard.param, *_state(shard, "exp_avg"), scalars.scale, scalars.skip, scalars.step,
         numel, options.lr, 1 - options.lr * options.weight_decay, 1 - options.beta1, 1 - options.beta2,
-        MAXIMIZE=options.maximize, STORES_PARAM=_stores_param(shard.master, shard.param), BLOCK=block,
-        num_warps=_WARPS,
+        MAXIMIZE=options.maximize, STORES_PARAM=_stores_param(shard.master, shard.param), **tile,
     )  # fmt: skip
 
 
 def sgd(shard: Shard, options: SGDOptions, scalars: StepScalars) -> None:
     """See reference.sgd."""
-    numel, block = shard.master.numel(), _block(shard)
+    numel, (grid, tile) = shard.master.numel(), _launch(shard, scalars)
     has_momentum = options.momentum > 0
     state = _state(shard, "momentum_buffer") if has_momentum else (shard.master, None)
-    _sgd[_grid(numel, block)](
+    _sgd[grid](
         shard.grad, shard.master, shard.param, *state, scalars.scale, scalars.skip, scalars.step, numel,
         options.lr, _decay(options), options.weight_decay,
         options.momentum, 1 - options.dampening, MAXIMIZE=options.maximize,
         COUPLED=_is_coupled(options), HAS_MOMENTUM=has_momentum,
-        NESTEROV=options.nesterov, STORES_PARAM=_stores_param(shard.master, shard.param), BLOCK=block,
-        num_warps=_WARPS,
+        NESTEROV=options.nesterov, STORES_PARAM=_stores_param(shard.master, shard.param), **tile,
     )  # fmt: skip
 
 
 def momentum(shard: Shard, options: MomentumOptions, scalars: StepScalars, update: Tensor) -> None:
     """See reference.momentum."""
-    numel, block = shard.master.numel(), _block(shard)
-    _momentum[_grid(numel, block)](
+    numel, (grid, tile) = shard.master.numel(), _launch(shard, scalars)
+    _momentum[grid](
         shard.grad, update, *_state(shard, "momentum_buffer"), scalars.scale, scalars.skip, scalars.step, numel,
-        options.momentum, 1 - options.momentum, MAXIMIZE=options.maximize, NESTEROV=options.nesterov, BLOCK=block,
-        num_warps=_WARPS,
+        options.momentum, 1 - options.momentum, MAXIMIZE=options.maximize, NESTEROV=options.nesterov, **tile,
     )  # fmt: skip
 
 
 def apply_update(master: Tensor, param: Tensor, update: Tensor, decay: float, lr: float, scalars: StepScalars) -> None:
     """See reference.apply_update."""
     numel = master.numel()
-    _apply_update[_grid(numel, _BLOCK)](
+    _apply_update[(triton.cdiv(numel, _BLOCK),)](
         master, param, update, scalars.skip, numel, decay, lr, STORES_PARAM=_stores_param(master, param), BLOCK=_BLOCK,
         num_warps=_WARPS,
     )  # fmt: skip

@@ -320,7 +320,9 @@ class OptimizerConfig:
     optimizer_cpu_offload: bool = option(False, "zero_stage=3: keep master weights and moments in host memory")
     param_cpu_offload: bool = option(False, "zero_stage=3: keep parameters in host memory until they are used")
     overlap_grad_reduce: bool = option(True, "overlap gradient reduction with the backward")
-    overlap_param_gather: bool = option(True, "overlap the all-gather of updated parameters with the next forward")
+    overlap_param_gather: bool = option(
+        True, "overlap the all-gather of updated parameters, on one GPU their update, with the next forward"
+    )
     accumulate_allreduce_grads_in_fp32: bool = option(
         True, "accumulate gradients of micro-batches in fp32, else in bf16"
     )

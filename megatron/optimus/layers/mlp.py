@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor, nn
 
 from megatron.optimus import ops
@@ -22,12 +23,28 @@ def project_in(x: Tensor, layers: Sequence[nn.Linear]) -> list[Tensor]:
     Returns:
         The output of each layer.
     """
-    return [layer(x) for layer in layers]
+    if torch.compiler.is_compiling() or not all(map(_is_product, layers)):
+        return [layer(x) for layer in layers]
+    call_pre_hooks(x, layers)
+    return list(ops.linears(x, [layer.weight for layer in layers]))
+
+
+def _is_product(layer: nn.Linear) -> bool:
+    """Whether calling the layer multiplies by its weight and does nothing else."""
+    hooks = layer._forward_hooks or layer._backward_hooks or layer._backward_pre_hooks
+    return type(layer) is nn.Linear and layer.bias is None and not hooks
+
+
+def call_pre_hooks(x: Tensor, layers: Sequence[nn.Linear]) -> None:
+    """Calls what waits for the weights of layers that are used without being called (the optimizer's gather)."""
+    for layer in () if torch.compiler.is_compiling() else layers:
+        for hook in [*layer._forward_pre_hooks.values()]:
+            hook(layer, (x,))
 
 
 def project_out(x: Tensor, layer: nn.Linear) -> Tensor:
     """Applies the last projection of a block: tensor parallelism may communicate while it computes."""
-    return layer(x)
+    return project_in(x, [layer])[0]
 
 
 class MLP(nn.Module):

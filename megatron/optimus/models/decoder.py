@@ -16,7 +16,7 @@ from megatron.optimus.layers.attention import Attention
 from megatron.optimus.layers.documents import Documents
 from megatron.optimus.layers.loss import LMHead
 from megatron.optimus.layers.mlp import MLP
-from megatron.optimus.layers.norm import build_norm
+from megatron.optimus.layers.norm import add_norm, build_norm
 from megatron.optimus.layers.rope import RopeTable, rope_at, rope_table
 from megatron.optimus.moe.layer import MoE
 from megatron.optimus.moe.router import RouterLosses
@@ -40,11 +40,12 @@ class Block(nn.Module):
         self, x_BSD: Tensor, rope: RopeTable, documents: Documents | None = None
     ) -> tuple[Tensor, RouterLosses | None]:
         """Returns the layer's output [B, S, D] and, of a MoE layer, the router's losses."""
-        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), rope, documents)
+        x_BSD, normed_BSD = add_norm(self.attention_norm, x_BSD)
+        x_BSD, normed_BSD = add_norm(self.mlp_norm, x_BSD, self.attention(normed_BSD, rope, documents))
         if self.is_moe:
-            y_BSD, losses = self.moe(self.mlp_norm(x_BSD))
+            y_BSD, losses = self.moe(normed_BSD)
             return x_BSD + y_BSD, losses
-        return x_BSD + self.mlp(self.mlp_norm(x_BSD)), None
+        return x_BSD + self.mlp(normed_BSD), None
 
 
 @dataclass

@@ -7,7 +7,9 @@
 | ``expert_counts`` | the number of slots of each expert |
 | ``router_statistics`` | what losses and metrics need of a router: counts, mean shares, z-loss, entropy |
 | ``copy_rows``, ``sum_copies`` | rows copied to several positions, and the sum of a row's copies |
-| ``rms_norm``, ``norm_rotate`` | RMSNorm; of queries and keys, with the rotary embedding |
+| ``rms_norm``, ``add_rms_norm`` | RMSNorm; x + y and its norm |
+| ``norm_rotate`` | RMSNorm of queries and keys, with the rotary embedding |
+| ``linears`` | products of one input with several weights |
 | ``rotate``, ``silu_mul`` | rotary embedding; SwiGLU of a dense MLP |
 | ``log_sum_exp``, ``cross_entropy_gradient_`` | the two passes of cross-entropy over the logits |
 
@@ -25,8 +27,9 @@ from megatron.optimus.ops.elementwise import (
     silu_mul,
 )
 from megatron.optimus.ops.fused_moe import InputGradients, moe_mlp, prefers_main_grads
+from megatron.optimus.ops.linear import linears
 from megatron.optimus.ops.main_grads import MainGrad, main_grad_of
-from megatron.optimus.ops.norm import norm_rotate, rms_norm
+from megatron.optimus.ops.norm import add_rms_norm, norm_rotate, rms_norm
 from megatron.optimus.ops.reference import RouterStatistics, Routing
 from megatron.optimus.ops.router import expert_counts, route
 from megatron.optimus.ops.router_statistics import router_statistics
@@ -39,11 +42,13 @@ __all__ = [
     "MainGrad",
     "RouterStatistics",
     "Routing",
+    "add_rms_norm",
     "copy_rows",
     "cross_entropy_gradient_",
     "expert_counts",
     "get_backend",
     "keeps_16_bits",
+    "linears",
     "log_sum_exp",
     "main_grad_of",
     "moe_mlp",

@@ -22,7 +22,7 @@ from megatron.optimus.ops.autograd_guards import (
     reverse_mode_only,
 )
 from megatron.optimus.ops.backend import Backend, kernels, resolve
-from megatron.optimus.ops.main_grads import MainGrad, check_main_grad
+from megatron.optimus.ops.main_grads import MainGrad, check_main_grad, is_used
 from megatron.optimus.ops.router import check_values
 
 InputGradients = Callable[[Tensor, Tensor], None]  # is called with dx [T, D] and dweights [T, K]
@@ -209,13 +209,13 @@ class MoeMlpFunction(torch.autograd.Function):
         """Returns a gradient for each input; None for a weight whose gradient was added to its main gradient."""
         tensors = ctx.saved_tensors  # read once: activation checkpointing gives them out a single time
         gate_up, down = (
-            main_grad if main_grad is not None and _is_used(ctx, position) else None
+            main_grad if main_grad is not None and is_used(ctx, position) else None
             for position, main_grad in zip((1, 2), ctx.main_grads, strict=True)
         )
         buffers = (None if gate_up is None else gate_up.buffer, None if down is None else down.buffer)
         accumulate = (gate_up is not None and gate_up.holds_sum(), down is not None and down.holds_sum())
         # A backward that is asked for the weights alone sends no input gradients: nobody would wait for them.
-        on_input_gradients = ctx.on_input_gradients if _is_used(ctx, 0) else None
+        on_input_gradients = ctx.on_input_gradients if is_used(ctx, 0) else None
         arguments, saved = list(tensors[:5]), list(tensors[5:])
         gradients = _gradients(ctx.backend, grads[0], arguments, saved, buffers, accumulate, on_input_gradients)
         for main_grad in (gate_up, down):
@@ -247,15 +247,6 @@ def _gradients(
         on_input_gradients(dx, dweights)
     dgate_up = backend.moe_mlp_backward_up_weights(arguments, saved, pending, buffers[0], accumulate[0])
     return dx, dgate_up, ddown, dweights
-
-
-def _is_used(ctx: Any, position: int) -> bool:
-    """Whether the running backward accumulates (leaf) or passes on the gradient of the argument at ``position``."""
-    node = ctx.next_functions[position][0]
-    try:
-        return node is not None and torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # torch.autograd.grad returns this leaf's gradient and accumulates nothing
-        return False
 
 
 def check_arguments(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, indices: Tensor) -> None:

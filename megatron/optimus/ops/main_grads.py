@@ -18,7 +18,7 @@ A backward uses a main gradient only where autograd would have accumulated into 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,6 +53,15 @@ def main_grad_of(weight: Tensor) -> MainGrad | None:
         return None
     holds_sum = getattr(weight, "main_grad_holds_sum", None)
     return MainGrad(buffer, ready) if holds_sum is None else MainGrad(buffer, ready, holds_sum)
+
+
+def is_used(ctx: Any, position: int) -> bool:
+    """Whether the running backward accumulates (leaf) or passes on the gradient of the argument at ``position``."""
+    node = ctx.next_functions[position][0]
+    try:
+        return node is not None and torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # torch.autograd.grad returns this leaf's gradient and accumulates nothing
+        return False
 
 
 def check_main_grad(operation: str, buffer: Tensor, weight: Tensor) -> None:

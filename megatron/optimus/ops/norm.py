@@ -1,4 +1,4 @@
-"""RMSNorm, alone and with the rotary embedding behind it; statistics in fp32 whatever the dtype.
+"""RMSNorm, alone, with the sum before it and with the rotary embedding behind it; statistics in fp32 always.
 
 On GPUs each is one Triton kernel a direction. torch's own takes one block of threads a row: with rows of one head, 64
 elements, norms took a quarter of a step. Elsewhere they are plain PyTorch.
@@ -43,6 +43,37 @@ def rms_norm(x: Tensor, weight_W: Tensor, eps: float) -> Tensor:
     return _RmsNorm.apply(x, weight_W, eps)
 
 
+def add_rms_norm(x: Tensor, y: Tensor | None, weight_W: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The residual stream behind a sublayer, and the input of the next one: x + y and ``rms_norm`` of it.
+
+    In the backward the gradient that comes along the residual is added where that of the norm is computed.
+
+    Args:
+        x: floating [..., W].
+        y: the sublayer's output, of x's shape and dtype; None: nothing is added.
+        weight_W: as for ``rms_norm``.
+        eps: likewise.
+
+    Returns:
+        The sum, or a view of x, and the norm of the rounded sum; both [..., W] in x's dtype.
+
+    Raises:
+        ValueError: as ``rms_norm``, or y has another shape, dtype or device.
+    """
+    if y is not None and (x.shape != y.shape or x.dtype != y.dtype):
+        raise ValueError(f"add_rms_norm: x {x.dtype} {tuple(x.shape)} and y {y.dtype} {tuple(y.shape)} differ")
+    if x.dim() == 0 or x.shape[-1:] != weight_W.shape:
+        raise ValueError(
+            f"add_rms_norm: x {tuple(x.shape)} and weight {tuple(weight_W.shape)}; expected [..., W] and [W]"
+        )
+    check_device("add_rms_norm", x, weight_W, *(() if y is None else (y,)))
+    if _kernels_for(x, weight_W) is None:
+        x = x if y is None else x + y
+        return x, F.rms_norm(x, weight_W.shape, weight_W, eps)
+    refuse_tangents("add_rms_norm", x, y, weight_W)
+    return _AddRmsNorm.apply(x, y, weight_W, eps)
+
+
 def norm_rotate(x_BSHd: Tensor, weight_W: Tensor, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
     """RMSNorm of queries or keys, then the rotary embedding.
 
@@ -83,6 +114,10 @@ def _kernels_for(x: Tensor, weight_W: Tensor) -> ModuleType | None:
     return norm if len(weight_W) <= norm.MAX_WIDTH else None
 
 
+def _rows(x: Tensor, weight_W: Tensor) -> Tensor:
+    return x.reshape(-1, len(weight_W)).contiguous()
+
+
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_W: Tensor, eps: float) -> Tensor:
@@ -90,7 +125,8 @@ class _RmsNorm(torch.autograd.Function):
 
         ctx.save_for_backward(x, weight_W)
         ctx.eps = eps
-        return norm.rms_norm(x.reshape(-1, len(weight_W)).contiguous(), weight_W, eps).view(x.shape)
+        _, normed_NW = norm.add_rms_norm(_rows(x, weight_W), None, weight_W, eps)
+        return normed_NW.view(x.shape)
 
     @staticmethod
     @first_derivative_only
@@ -99,9 +135,38 @@ class _RmsNorm(torch.autograd.Function):
         from megatron.optimus.ops.triton import norm
 
         x, weight_W = ctx.saved_tensors
-        x_NW, grad_NW = (t.reshape(-1, len(weight_W)).contiguous() for t in (x, grad))
-        dx, dweight = norm.rms_norm_backward(x_NW, weight_W, grad_NW, ctx.eps)
+        dx, dweight = norm.rms_norm_backward(_rows(x, weight_W), weight_W, _rows(grad, weight_W), None, ctx.eps)
         return dx.view(x.shape), dweight, None
+
+
+class _AddRmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor | None, weight_W: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        from megatron.optimus.ops.triton import norm
+
+        y_NW = None if y is None else _rows(y, weight_W)
+        total_NW, normed_NW = norm.add_rms_norm(_rows(x, weight_W), y_NW, weight_W, eps)
+        total = x.view_as(x) if y is None else total_NW.view(x.shape)
+        ctx.save_for_backward(total, weight_W)
+        ctx.eps, ctx.has_sum = eps, y is not None
+        ctx.set_materialize_grads(False)
+        return total, normed_NW.view(x.shape)
+
+    @staticmethod
+    @first_derivative_only
+    @reverse_mode_only("add_rms_norm")
+    def backward(
+        ctx: Any, along: Tensor | None, grad: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        from megatron.optimus.ops.triton import norm
+
+        total, weight_W = ctx.saved_tensors
+        if grad is None:
+            return along, along if ctx.has_sum else None, None, None
+        along_NW = None if along is None else _rows(along, weight_W)
+        dx, dweight = norm.rms_norm_backward(_rows(total, weight_W), weight_W, _rows(grad, weight_W), along_NW, ctx.eps)
+        dx = dx.view(total.shape)
+        return dx, dx if ctx.has_sum else None, dweight, None
 
 
 class _NormRotate(torch.autograd.Function):

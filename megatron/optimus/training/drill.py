@@ -50,6 +50,7 @@ class DrillFaults:
                 layer = next(one for one in self._model.modules() if list(one.parameters(recurse=False)))
                 layer.register_forward_hook(lambda module, inputs, output: output * float("nan"))
             elif kind == "flip":
+                self._engine.optimizer.wait_for_params()
                 masters = (
                     bucket.shard.master for flat in self._engine.optimizer.flat_buffers for bucket in flat.buckets
                 )

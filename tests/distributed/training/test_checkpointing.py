@@ -71,7 +71,7 @@ def _train(rank, world, folder, root, faults, iters, minutes="1", options=()):
     trainer = Trainer(RunContext.of(config, Mesh(config.parallel, rank=rank, world_size=world), torch.device("cpu")))
     checkpoints, after_step, undo = trainer.checkpoints, trainer.checkpoints.after_step, []
     alerts = []
-    checkpoints.alerts = type("Sent", (), {"send": lambda self, kind, step, text: alerts.append((kind, step, text))})()
+    checkpoints.alerts = type("Sent", (), {"send": lambda self, *alert, is_logged: alerts.append(alert)})()
 
     def with_faults(step, consumed_samples, *, is_exiting):
         if step % 2 == 0:

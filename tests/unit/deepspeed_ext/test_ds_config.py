@@ -92,6 +92,7 @@ def test_configuration_from_dict_path_or_args(tmp_path: Path) -> None:
     assert resolve_config(None, str(path), None) == given
     assert resolve_config(None, None, given) == given
     assert resolve_config(SimpleNamespace(deepspeed_config=str(path)), None, None) == given
+    assert resolve_config(SimpleNamespace(deepspeed_config=None, deepscale_config=str(path)), None, None) == given
     with pytest.raises(ValueError, match="both"):
         resolve_config(SimpleNamespace(deepspeed_config=str(path)), given, None)
     with pytest.raises(ValueError, match="does not exist"):

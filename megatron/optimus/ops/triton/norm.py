@@ -1,5 +1,5 @@
 # mypy: disable-error-code=no-untyped-def
-"""RMSNorm of rows, and of queries and keys with the rotary embedding behind it.
+"""RMSNorm of rows, also of the sum of two, and of queries and keys with the rotary embedding behind it.
 
 Statistics and arithmetic in fp32, one rounding; the backward computes the statistics again from the rows, which it
 reads anyway. The gradient of the weight is summed over the rows of each program, then over programs, in a fixed order.
@@ -21,7 +21,8 @@ _PROGRAMS = 8  # of a backward, for each multiprocessor
 
 @triton.jit
 def _rms_norm(
-    x_ptr, weight_ptr, out_ptr, num_rows, width, eps, ROWS: tl.constexpr, BLOCK: tl.constexpr
+    x_ptr, added_ptr, weight_ptr, total_ptr, out_ptr, num_rows, width, eps,
+    ADDS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     col = tl.arange(0, BLOCK)
@@ -29,15 +30,24 @@ def _rms_norm(
     place = row[:, None] * width + col[None, :]
     weight = tl.load(weight_ptr + col, mask=col < width, other=0.0).to(tl.float32)
     x = tl.load(x_ptr + place, mask=inside, other=0.0).to(tl.float32)
+    if ADDS:
+        x += tl.load(added_ptr + place, mask=inside, other=0.0).to(tl.float32)
+        total = x.to(total_ptr.dtype.element_ty)
+        tl.store(total_ptr + place, total, mask=inside)
+        x = total.to(tl.float32)  # rounded: the backward has no other
     inverse = 1.0 / tl.sqrt(tl.sum(x * x, 1) / width + eps)
     tl.store(out_ptr + place, (x * inverse[:, None] * weight[None, :]).to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _rms_norm_backward(
-    x_ptr, weight_ptr, grad_ptr, dx_ptr, dweight_ptr, num_rows, width, eps, ROWS: tl.constexpr, BLOCK: tl.constexpr
+    x_ptr, weight_ptr, grad_ptr, along_ptr, dx_ptr, dweight_ptr, num_rows, width, eps,
+    ADDS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Each program takes every num_programs-th block of rows and writes its sum of the weight's gradient."""
+    """Each program takes every num_programs-th block of rows and writes its sum of the weight's gradient.
+
+    ADDS: ``along`` is a gradient of the rows that comes along the residual.
+    """
     col = tl.arange(0, BLOCK)
     weight = tl.load(weight_ptr + col, mask=col < width, other=0.0).to(tl.float32)
     dweight = tl.zeros([ROWS, BLOCK], tl.float32)
@@ -51,8 +61,10 @@ def _rms_norm_backward(
         normed = x * inverse[:, None]
         dweight += grad * normed
         grad = grad * weight[None, :]
-        along = tl.sum(grad * normed, 1) / width
-        dx = (grad - normed * along[:, None]) * inverse[:, None]
+        parallel = tl.sum(grad * normed, 1) / width
+        dx = (grad - normed * parallel[:, None]) * inverse[:, None]
+        if ADDS:
+            dx += tl.load(along_ptr + place, mask=inside, other=0.0).to(tl.float32)
         tl.store(dx_ptr + place, dx.to(dx_ptr.dtype.element_ty), mask=inside)
     place = tl.program_id(0).to(tl.int64) * width + col
     tl.store(dweight_ptr + place, tl.sum(dweight, 0), mask=col < width)
@@ -148,37 +160,32 @@ def _warps(elements: int) -> int:
     return min(16, max(4, elements // 512))
 
 
-def rms_norm(x_NW: Tensor, weight_W: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight of contiguous rows."""
+def add_rms_norm(x_NW: Tensor, y_NW: Tensor | None, weight_W: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x + y (without y: x) and its norm; all rows contiguous."""
     rows, width = x_NW.shape
     block = triton.next_power_of_2(width)
     tile, out = max(1, _TILE // block), torch.empty_like(x_NW)
+    total = x_NW if y_NW is None else torch.empty_like(x_NW)
     _rms_norm[(triton.cdiv(rows, tile),)](
-        x_NW, weight_W, out, rows, width, eps, ROWS=tile, BLOCK=block, num_warps=_warps(tile * block)
-    )
-    return out
+        x_NW, y_NW, weight_W, total, out, rows, width, eps,
+        ADDS=y_NW is not None, ROWS=tile, BLOCK=block, num_warps=_warps(tile * block),
+    )  # fmt: skip
+    return total, out
 
 
-def rms_norm_backward(x_NW: Tensor, weight_W: Tensor, grad_NW: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The gradients of the rows and of the weight; all contiguous."""
+def rms_norm_backward(
+    x_NW: Tensor, weight_W: Tensor, grad_NW: Tensor, along_NW: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """The gradients of the rows, plus ``along_NW``, and of the weight; all contiguous."""
     rows, width = x_NW.shape
     block = triton.next_power_of_2(width)
     tile, dx = max(1, _TILE_BACKWARD // block), torch.empty_like(x_NW)
     programs = min(triton.cdiv(rows, tile), _most_programs(x_NW.device))
     dweight_PW = torch.empty((programs, width), dtype=torch.float32, device=x_NW.device)
     _rms_norm_backward[(programs,)](
-        x_NW,
-        weight_W,
-        grad_NW,
-        dx,
-        dweight_PW,
-        rows,
-        width,
-        eps,
-        ROWS=tile,
-        BLOCK=block,
-        num_warps=_warps(tile * block),
-    )
+        x_NW, weight_W, grad_NW, along_NW, dx, dweight_PW, rows, width, eps,
+        ADDS=along_NW is not None, ROWS=tile, BLOCK=block, num_warps=_warps(tile * block),
+    )  # fmt: skip
     return dx, dweight_PW.sum(0).to(weight_W.dtype)
 
 

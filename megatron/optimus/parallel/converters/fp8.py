@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megatron.optimus.config.values import ConfigError
 from megatron.optimus.layers.attention import Attention
-from megatron.optimus.layers.mlp import MLP
+from megatron.optimus.layers.mlp import MLP, call_pre_hooks
 from megatron.optimus.models.decoder import Decoder
 from megatron.optimus.moe.experts import Experts
 from megatron.optimus.ops import fp8, fp8_experts
@@ -21,6 +21,7 @@ class Float8MLP(MLP):
     """The SwiGLU MLP with float8 products."""
 
     def forward(self, x: Tensor) -> Tensor:
+        call_pre_hooks(x, (self.gate_proj, self.up_proj, self.down_proj))
         return fp8.mlp(x, self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight)
 
 
@@ -41,6 +42,7 @@ def convert(model: Decoder) -> None:
 
 
 def _project_in(x: Tensor, layers: Sequence[nn.Linear]) -> list[Tensor]:
+    call_pre_hooks(x, layers)
     outputs = fp8.linear(x, [layer.weight for layer in layers])
     return [y if layer.bias is None else y + layer.bias for y, layer in zip(outputs, layers, strict=True)]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -72,13 +73,21 @@ def run(module: ModuleType, case: str, shard: Shard, scalars: StepScalars) -> Te
     return update
 
 
-def mismatches(module: ModuleType, case: str, state_dtype: str, grad_dtype: torch.dtype, device: str) -> list[str]:
+def mismatches(
+    module: ModuleType,
+    case: str,
+    state_dtype: str,
+    grad_dtype: torch.dtype,
+    device: str,
+    *,
+    shares_device: bool = False,
+) -> list[str]:
     """What differs from the reference after steps 1, 2 and 3, and what a skipped step changes; empty if equal."""
     bad: list[str] = []
     ours = make_shard(CASES[case][2], state_dtype, grad_dtype, device)
     expected = clone(ours)
     for step in (1, 2, 3):
-        scalars = StepScalars.of(ours.master.device, step, scale=0.5)
+        scalars = replace(StepScalars.of(ours.master.device, step, scale=0.5), shares_device=shares_device)
         run(reference, case, expected, scalars)
         run(module, case, ours, scalars)
         bad += [f"step {step}: {text}" for text in _differences(ours, expected)]

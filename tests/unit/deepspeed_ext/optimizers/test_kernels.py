@@ -20,6 +20,9 @@ from tests.unit.deepspeed_ext.optimizers.cases import GRID, mismatches
 for case, state, grad in GRID:
     bad = mismatches(triton_ops, case, state, grad, "cpu")
     assert not bad, (case, state, grad, bad)
+triton_ops._SHARED_BLOCK = 512  # more blocks than programs
+for case, state, grad in GRID[::3]:
+    assert not (bad := mismatches(triton_ops, case, state, grad, "cpu", shares_device=True)), (case, state, grad, bad)
 print("all equal")
 """
 
@@ -39,7 +42,8 @@ def test_gpu_kernels_equal_the_reference(case: str, state_dtype: str, grad_dtype
     device = "cuda" if torch.cuda.is_available() else "xpu"
     kernels = kernels_for(device)
     assert kernels is not reference
-    assert not mismatches(kernels, case, state_dtype, grad_dtype, device)
+    for shares_device in (False, True):
+        assert not mismatches(kernels, case, state_dtype, grad_dtype, device, shares_device=shares_device)
 
 
 @pytest.mark.gpu
