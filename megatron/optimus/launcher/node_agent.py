@@ -47,6 +47,7 @@ BEAT_SECONDS = 1.0
 _CONNECT_AGAIN_SECONDS = 0.2
 _REFUSED_SECONDS = 5.0  # without a coordinator where its port is closed: the launcher has ended
 _UNREACHABLE_SECONDS = 30.0  # where it does not answer
+_ECHO_SECONDS = 5.0  # in which a request to stop comes by mpiexec, the coordinator and the scheduler
 _LEAVE_SECONDS = 60.0  # for ranks that were asked to save and leave
 
 
@@ -84,6 +85,7 @@ class NodeAgent:
         self._codes: list[int | None] = []
         self._next_beat = 0.0
         self._received: list[int] = []
+        self._asked_to_stop = float("-inf")  # when the ranks were
         self._leaves_at: float | None = None
         self._own_memory: Path | None = None
 
@@ -158,6 +160,7 @@ class NodeAgent:
     def _obey(self, message: dict[str, Any]) -> None:
         if "start" in message and message["start"]["attempt"] != self._asked.attempt:
             self._signal_ranks(signal.SIGKILL)  # of an older attempt, if any live
+            self._asked_to_stop = float("-inf")
             self._asked, self._ready_to_start = RanksOfNode(**message["start"]), True
             self._codes = [None] * self._asked.num_ranks
         elif "signal" in message:
@@ -179,6 +182,11 @@ class NodeAgent:
                 self._leaves_at = time.monotonic()
 
     def _signal_ranks(self, number: int) -> None:
+        """Sends a signal to the ranks. A second stop signal would end them before they have saved."""
+        now = time.monotonic()
+        if number in STOP_SIGNALS and now < self._asked_to_stop + _ECHO_SECONDS:
+            return
+        self._asked_to_stop = now if number in STOP_SIGNALS else self._asked_to_stop
         if self._ready_to_start:  # they wait for the imports
             self._ready_to_start, self._codes = False, [-number] * self._asked.num_ranks
             self._local.ranks = []

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ import pytest
 from megatron.optimus import launch
 from megatron.optimus.config.schema import ConfigError
 from megatron.optimus.launcher import coordinator as coordinators
-from megatron.optimus.launcher import wire
+from megatron.optimus.launcher import node_agent, wire
 from megatron.optimus.launcher.cluster import AURORA, Allocation, BatchSystem
 from megatron.optimus.launcher.command import LaunchMethod, LaunchOptions, Mpi, build_launch
 from megatron.optimus.launcher.coordinator import Coordinator
@@ -363,6 +364,20 @@ def test_nodes_whose_names_have_no_address(
         "mpiexec -genvall -n 2 -ppn 1 -f HOSTFILE -disable-auto-cleanup python -m megatron.optimus.launcher." in shown
     )
     assert "# once, on spare nodes too; these agents start the ranks:\npython -m megatron.optimus.pretrain" in shown
+
+
+def test_one_request_to_stop_that_comes_twice_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By mpiexec and the coordinator, a second apart on a busy node: the second would end ranks that still save."""
+    monkeypatch.setenv("OPTIMUS_COORDINATOR", "127.0.0.1:1")
+    monkeypatch.setenv("OPTIMUS_JOB_TOKEN", TOKEN)
+    monkeypatch.setattr(node_agent, "ForkServer", lambda device: None)
+    sent: list[int] = []
+    agent = node_agent.NodeAgent("cpu")
+    with agent._local:
+        agent._local.ranks = [SimpleNamespace(send_signal=sent.append, kill=lambda: None)]  # type: ignore[list-item]
+        for number in (15, 15, 2, 9):
+            agent._signal_ranks(number)
+    assert sent == [15, 9]
 
 
 def test_without_a_job_an_agent_says_so() -> None:
