@@ -65,6 +65,7 @@ class Look:
 
     @property
     def hangs(self) -> bool:
+        """Whether a rank of this machine hangs, as far as this machine can tell."""
         return bool(self.stopped or self.late)
 
 
