@@ -12,6 +12,6 @@ cd "${SLURM_SUBMIT_DIR:-$(dirname "$0")/../..}" || exit
 [ -f examples/slurm/environment.sh ] || { echo "error: $PWD is not the root of the source tree; submit the job from there" >&2; exit 2; }
 source examples/slurm/environment.sh || exit
 exec python -m megatron.optimus.launch --launcher srun --nodes "${SLURM_JOB_NUM_NODES:-64}" --nproc-per-node 8 \
-    --max-restarts 5 --stall-timeout 1800 --preset mula-220b-a10b --micro-batch-size 1 \
+    --max-restarts 5 --preset mula-220b-a10b --micro-batch-size 1 \
     --expert-model-parallel-size 8 --pipeline-model-parallel-size 8 \
     --run-dir runs/mula-220b-a10b "${knobs[@]}" "$@"

@@ -1,7 +1,8 @@
 """The command ``optimus launch``: starts the ranks of ``optimus pretrain``.
 
-On one machine it starts the ranks itself; in a PBS or SLURM job it builds the mpiexec or srun command line from the
-scheduler's variables. ``--dry-run`` prints the command, its environment and the run's configuration, on any machine.
+On one machine it starts the ranks itself. In a PBS or SLURM job it builds the mpiexec or srun command line from the
+scheduler's variables; with restarts that starts an agent on each node, and the agents start the ranks. ``--dry-run``
+prints the command, its environment and the run's configuration, on any machine.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -30,20 +31,32 @@ from megatron.optimus.config.checks import check, check_trainable
 from megatron.optimus.config.load import CommandLine, Parser, load, one_of_names, whole_number
 from megatron.optimus.config.schema import ConfigError, RunConfig
 from megatron.optimus.describe import describe
+from megatron.optimus.launcher import wire
 from megatron.optimus.launcher.agent import LocalAgent, run_local_ranks
 from megatron.optimus.launcher.cluster import SYSTEMS, detect_allocation
 from megatron.optimus.launcher.command import Launch, LaunchMethod, LaunchOptions, Mpi, build_launch
+from megatron.optimus.launcher.coordinator import Coordinator
 from megatron.optimus.launcher.elastic import ElasticLayouts
 from megatron.optimus.launcher.forkserver import ForkServer
 from megatron.optimus.launcher.hangs import HangWatch
+from megatron.optimus.launcher.job_keeper import JobKeeper, JobState
+from megatron.optimus.launcher.node_agent import RanksOfNode
 from megatron.optimus.launcher.nodes import FILE_NAME as BAD_NODES
 from megatron.optimus.launcher.nodes import NodePool
 from megatron.optimus.launcher.preflight import bad_nodes
-from megatron.optimus.launcher.supervisor import AttemptResult, run_local, run_monitored, run_with_restarts
+from megatron.optimus.launcher.supervisor import (
+    AttemptResult,
+    LaunchProgress,
+    run_local,
+    run_monitored,
+    run_with_restarts,
+)
 from megatron.optimus.models.huggingface.config import take_from_hf
 from megatron.optimus.platform import environment, memory_slots
 from megatron.optimus.platform.log import print_error, printable
 from megatron.optimus.training.metrics import FILE_NAME
+
+logger = logging.getLogger("optimus")
 
 _DESCRIPTION = """Start pretraining: on this machine, or through mpiexec or srun in a PBS or SLURM job.
 
@@ -87,12 +100,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = run.config
         launch = build_launch(detect_allocation(env), request.launch_options, request.options, env)
         if request.dry_run:
-            sys.stdout.write(printable(_describe(launch, run)))
+            sys.stdout.write(printable(_describe(launch, run, has_agents=_uses_agents(launch, request, env))))
             return 0
         check(config, launch.world_size)  # once and before the ranks start, not by thousands of ranks
         check_trainable(config)
         elastic = None if request.min_nodes is None else _elastic_layouts(launch, request, config, request.min_nodes)
         _check_ranks(launch)
+        if _uses_agents(launch, request, env):
+            launch.agent_cores()
         program = launch.command(launch.hosts, "")[0]
         if launch.method is not LaunchMethod.LOCAL and shutil.which(program) is None:
             raise ConfigError(
@@ -136,6 +151,11 @@ def _run(
     if launch.method is LaunchMethod.LOCAL:
         return _run_on_this_machine(launch, request, config)
     return _run_on_nodes(launch, request, env, config, elastic)
+
+
+def _uses_agents(launch: Launch, request: LaunchRequest, env: dict[str, str]) -> bool:
+    """Whether an agent on each node starts the ranks, so that a restart needs no mpiexec or srun."""
+    return request.max_restarts > 0 and not launch.why_no_agents(env)
 
 
 def _has_memory(request: LaunchRequest, config: RunConfig) -> bool:
@@ -224,7 +244,81 @@ def _run_on_nodes(
         if bad:
             print_error(ConfigError(f"preflight: no spare for the bad nodes {', '.join(bad)}; ask for more nodes"))
             return 1
+        if _uses_agents(launch, request, env):
+            return _run_with_agents(launch, request, env, config, elastic, nodes, Path(folder))
+        if request.max_restarts and launch.hosts and launch.method is not LaunchMethod.TORCHRUN:
+            logger.warning("no agents on the nodes, ranks are started anew at a restart: %s", launch.why_no_agents(env))
         return run_with_restarts(attempt_on, nodes, request.max_restarts, newest, config.checkpoint.save_interval)
+
+
+def _run_with_agents(
+    launch: Launch,
+    request: LaunchRequest,
+    env: dict[str, str],
+    config: RunConfig,
+    elastic: ElasticLayouts | None,
+    nodes: NodePool,
+    folder: Path,
+) -> int:
+    """Runs the launch with an agent on each node."""
+    device, metrics = config.parallel.device.value, Path(config.logging.run_dir) / FILE_NAME
+    this = environment.short_host_name()
+    others = [host for host in [*nodes.hosts, *nodes.spares] if host.split(".", maxsplit=1)[0] != this]
+    try:
+        peer = launch.network_name((others or nodes.hosts)[0])
+        listener = wire.listen(env.get(environment.LAUNCH_ADDRESS, ""), peer)
+    except OSError as error:
+        print_error(
+            ConfigError(
+                f"no address at which the other nodes can reach this one: {error}; export "
+                f"{environment.LAUNCH_ADDRESS}=<name or address of this node on the network of the job>"
+            )
+        )
+        return 2
+    token, name, (address, port) = secrets.token_hex(32), secrets.token_hex(8), listener.getsockname()[:2]
+    memory = memory_slots.shared_folder(secrets.token_hex(8)) if _has_memory(request, config) else ""
+
+    def start(hosts: Sequence[str], number: int) -> tuple[list[str], dict[str, str]]:
+        hostfile = folder / f"agents-{number}"
+        hostfile.write_text("".join(f"{host}\n" for host in hosts), encoding="utf-8")
+        # By the environment: other users can read a command line.
+        own = {environment.COORDINATOR: f"{address}:{port}", environment.JOB_TOKEN: token}
+        variables = {**env, **launch.environment(hosts), **own, environment.STARTER: str(number)}
+        return launch.agent_command(hosts, str(hostfile), device), variables
+
+    def ranks(hosts: Sequence[str], number: int) -> RanksOfNode:
+        attempt = replace(launch, num_nodes=len(hosts), port=environment.rendezvous_port())
+        variables = {environment.RENDEZVOUS_TOKEN: secrets.token_hex(16), **attempt.environment(hosts)}
+        variables |= {environment.MEMORY_FOLDER: memory} if memory else {}
+        variables[environment.ATTEMPT] = f"{name}:{number}"
+        argv = [*request.options, *(() if elastic is None else elastic.options(len(hosts)))]
+        stacks = "" if request.stall_seconds == 0 else str(Path(config.logging.run_dir).absolute() / "stacks")
+        unseen = 60.0 * config.parallel.distributed_timeout_minutes
+        of_node = (launch.ranks_per_node, variables, argv, launch.agent_cores())
+        return RanksOfNode(number, 0, *of_node, stacks, unseen, request.stall_seconds)
+
+    def coordinate(job: JobState) -> int:
+        coordinator = Coordinator(job, ranks, metrics, by_name=launch.method is LaunchMethod.SRUN)
+        progress = LaunchProgress(**job.journal.get("progress", {}))
+        if job.journal:
+            nodes.restore(job.journal["nodes"])
+        elif not job.starters:
+            coordinator.start_agents([*nodes.hosts, *nodes.spares])
+
+        def attempt_on(hosts: Sequence[str]) -> AttemptResult:
+            to_keep = {"progress": asdict(progress), "nodes": nodes.state()}
+            return coordinator.run(hosts, to_keep, nodes.can_grow)
+
+        def newest() -> int:
+            return max(_newest_step(config, None), coordinator.memory_step)
+
+        limits = (request.max_restarts, newest, config.checkpoint.save_interval)
+        try:
+            return run_with_restarts(attempt_on, nodes, *limits, progress, coordinator.pause_for)
+        finally:
+            coordinator.close()
+
+    return JobKeeper(listener, token, start, coordinate).run()
 
 
 def _listed(env: dict[str, str]) -> Sequence[str]:
@@ -248,7 +342,7 @@ def _newest_step(config: RunConfig, memory: Path | None) -> int:
     return max([memory_slots.newest_step(memory), *steps])
 
 
-def _describe(launch: Launch, run: CommandLine) -> str:
+def _describe(launch: Launch, run: CommandLine, *, has_agents: bool) -> str:
     """Returns what ``--dry-run`` prints. Raises ConfigError for a run that cannot work."""
     nodes, per_node = launch.num_nodes, launch.ranks_per_node
     lines = [f"# {nodes} node{'s' * (nodes > 1)} x {per_node} ranks = {launch.world_size} ranks, {launch.method.value}"]
@@ -258,7 +352,11 @@ def _describe(launch: Launch, run: CommandLine) -> str:
     if launch.method is not LaunchMethod.LOCAL:
         for name, value in {**users, **launch.environment(launch.hosts)}.items():
             lines.append(f"export {name}={shlex.quote(value)}  # {launch.reason(name)}")
-        lines.append(" ".join(map(_quote, launch.command(launch.hosts, "HOSTFILE"))))
+        if has_agents:
+            words = launch.agent_command([*launch.hosts, *launch.spares], "HOSTFILE", run.config.parallel.device.value)
+            lines += [" ".join(map(_quote, words)), "# once, on spare nodes too; these agents start the ranks:"]
+        words = list(launch.program) if has_agents else launch.command(launch.hosts, "HOSTFILE")
+        lines.append(" ".join(map(_quote, words)))
     else:
         lines.append("# each with torchrun's RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT:")
         lines.append(" ".join(map(_quote, launch.program)))
@@ -289,10 +387,8 @@ def _parser() -> Parser:
     result.add_argument("--max-restarts", type=whole_number(0), metavar="N", default=0, help=restarts)
     fewest = "go on with as few nodes where one is lost and no spare is left; needs --max-restarts (default: --nodes)"
     result.add_argument("--min-nodes", type=whole, metavar="N", help=fewest)
-    stall = (
-        "seconds without progress, on several nodes without output, after the first step, after which the ranks are "
-    )
-    stall += "stopped; 0: never (default: learned from the steps on one machine, never on several)"
+    stall = "seconds without progress, or on several nodes without agents without output, after the first step, after "
+    stall += "which the ranks are stopped; 0: never (default: learned from the steps; without agents never)"
     result.add_argument("--stall-timeout", type=whole_number(0), metavar="SECONDS", help=stall)
     preflight = "check devices, links, folder and versions first; bad nodes are exchanged for spares"
     result.add_argument("--preflight", action="store_true", help=preflight)

@@ -1,11 +1,14 @@
 """The lock file of a run's checkpoint folder: one job at a time may write there.
 
-    root/.claim    {"host": ..., "pid": ..., "process": ..., "boot": ..., "space": ..., "nonce": ...}
+    root/.claim    {"host": ..., "pid": ..., "process": ..., "boot": ..., "space": ..., "nonce": ...,
+                    "attempt": [...]}
 
 A job that finds a lock of its own host looks up whether the owning process still lives, by its number and its start
 time, so that a reused process number is not mistaken for it. On another host it watches the file's time stamp, which
-the owner renews every few seconds (the heartbeat). The lock of a dead owner is taken over. The owner checks before a
-commit that the lock is still its own, so two jobs which mistake each other for dead do not both commit.
+the owner renews every few seconds (the heartbeat). A launcher with agents has ended the ranks of an attempt, or lost
+their node, before it starts the next one: a lock of the same launch's earlier attempt is not watched. The lock of a
+dead owner is taken over. The owner checks before a commit that the lock is still its own, so two jobs which mistake
+each other for dead do not both commit.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from typing import Any
 from megatron.optimus.checkpoint import commit
 from megatron.optimus.checkpoint.errors import CheckpointError
 from megatron.optimus.checkpoint.untrusted import parse_json, read_small_file
-from megatron.optimus.platform import files
+from megatron.optimus.platform import environment, files
 from megatron.optimus.platform.environment import boot_id
 
 LOCK_NAME = ".claim"
@@ -51,6 +54,8 @@ class RunLock:
     def __init__(self, root: Path, *, heartbeat_s: float = HEARTBEAT_S, timeout_s: float = TIMEOUT_S) -> None:
         self._path = Path(root).absolute() / LOCK_NAME
         self._own = _this_process() | {"nonce": secrets.token_hex(8)}
+        if (attempt := environment.attempt()) is not None:
+            self._own["attempt"] = list(attempt)
         self._timeout_s = timeout_s
         self._stop = threading.Event()
         files.make_directory(Path(root))
@@ -119,6 +124,9 @@ class RunLock:
         os.unlink(aside)
 
     def _is_dead(self, owner: dict[str, Any]) -> bool:
+        launch, number = self._own.get("attempt", ("", 0))
+        if owner.get("attempt") in [[launch, earlier] for earlier in range(number)]:
+            return True
         here = _this_process()
         if here["boot"] and all(owner.get(key) == here[key] for key in ("host", "boot", "space")):
             return _start_of(owner.get("pid")) != owner.get("process")

@@ -29,10 +29,11 @@ from megatron.optimus.platform import environment, heartbeat, parent_death
 from megatron.optimus.platform.exit_codes import EXPLAINED, STALLED
 from megatron.optimus.platform.memory_slots import AnonymousSlots
 
-_POLL_SECONDS = 0.05
-_RANK_GRACE_SECONDS = 10.0  # for the other ranks to leave by themselves, where all received the signal
+POLL_SECONDS = 0.05
+RANK_GRACE_SECONDS = 10.0  # for the other ranks to leave by themselves, where all received the signal
+FAILED_GRACE_SECONDS = 0.5  # for ranks that fail together with the first one to print their message
 _SHARED_MEMORY = "/dev/shm"  # heartbeats never wait for a disk there
-_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class RankProcess(Protocol):
@@ -87,28 +88,29 @@ class LocalAgent:
         hangs: Callable[[Path], HangWatch] | None = None,
         memory: bool = False,
     ) -> None:
-        self._command, self._num_ranks, self._server, self._argv = list(command), num_ranks, fork_server, argv
+        self.command, self.argv = list(command), argv
+        self._num_ranks, self._server = num_ranks, fork_server
         base = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else None
-        self._folder = Path(tempfile.mkdtemp(prefix="optimus-launch-", dir=base))
-        self._alive = os.open(self._folder / heartbeat.ALIVE, os.O_RDWR | os.O_CREAT, 0o600)
+        self.folder = Path(tempfile.mkdtemp(prefix="optimus-launch-", dir=base))
+        self._alive = os.open(self.folder / heartbeat.ALIVE, os.O_RDWR | os.O_CREAT, 0o600)
         fcntl.flock(self._alive, fcntl.LOCK_EX)
-        self._memory = AnonymousSlots(self._folder / "memory", num_ranks) if memory else None
-        self._hangs = None if hangs is None else hangs(self._folder)
-        self._ranks: list[RankProcess] = []
+        self._memory = AnonymousSlots(self.folder / "memory", num_ranks) if memory else None
+        self._hangs = None if hangs is None else hangs(self.folder)
+        self.ranks: list[RankProcess] = []  # of the last start
         self._received: list[int] = []
 
     def __enter__(self) -> LocalAgent:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for process in self._ranks:
+        for process in self.ranks:
             process.kill()
         if self._server is not None:
             self._server.close()
         os.close(self._alive)
         if self._memory is not None:
             self._memory.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     @property
     def memory_folder(self) -> Path | None:
@@ -117,9 +119,9 @@ class LocalAgent:
 
     def run(self, on_poll: Callable[[], None] = lambda: None) -> LocalResult:
         """Runs the ranks once, all of them to their end. ``on_poll`` is called many times a second meanwhile."""
-        self._ranks, self._received = [], []
+        self.ranks, self._received = [], []
         previous = {}
-        for number in _STOP_SIGNALS:
+        for number in STOP_SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:  # of a job in the background: it stays so
                 previous[number] = signal.signal(number, self._forward)
         try:
@@ -131,56 +133,78 @@ class LocalAgent:
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
         self._received.append(number)
-        for process in self._ranks:
+        for process in self.ranks:
             if process.poll() is None:
                 process.send_signal(number)
 
     def _start(self) -> None:
         port, token = environment.free_port(), secrets.token_hex(16)
-        for path in self._folder.glob("rank-*"):  # of the attempt before
+        envs = [environment.for_local_rank(rank, self._num_ranks, port, token) for rank in range(self._num_ranks)]
+        if self._memory is not None:
+            envs = [env | {environment.MEMORY_FOLDER: str(self._memory.folder)} for env in envs]
+        self.start(envs)
+
+    def is_importing(self) -> bool:
+        """Whether ``start`` would wait for the fork server's imports."""
+        return self._server is not None and self._server.is_importing()
+
+    def start(self, envs: Sequence[dict[str, str]], cores: Sequence[Sequence[int]] = ()) -> None:
+        """Starts a rank in each of these environments; none once a stop signal has come.
+
+        Args:
+            envs: torchrun's variables among them.
+            cores: to which each rank is bound; none: as this process.
+        """
+        for path in self.folder.glob("rank-*"):  # of the attempt before
             path.unlink()
-        for rank in range(self._num_ranks):
+        self.ranks = []
+        for place, env in enumerate(envs):
             if self._received:
                 break
-            env = environment.for_local_rank(rank, self._num_ranks, port, token)
-            env[environment.AGENT_FOLDER] = str(self._folder)
-            if self._memory is not None:
-                env[environment.MEMORY_FOLDER] = str(self._memory.folder)
-            forked = None if self._server is None else self._server.start(rank, env, self._argv)
-            self._ranks.append(forked or self._new_interpreter(env))
+            rank, env[environment.AGENT_FOLDER] = int(env["RANK"]), str(self.folder)
+            own = cores[place] if cores else ()
+            forked = None if self._server is None else self._server.start(rank, env, self.argv, own)
+            self.ranks.append(forked or self._new_interpreter(env, own))
 
-    def _new_interpreter(self, env: dict[str, str]) -> RankProcess:
-        before_exec = parent_death.signal_setter(signal.SIGTERM)
-        return subprocess.Popen(self._command, env=env, preexec_fn=before_exec)  # noqa: PLW1509 - C calls, no lock
+    def _new_interpreter(self, env: dict[str, str], cores: Sequence[int]) -> RankProcess:
+        end_with_parent = parent_death.signal_setter(signal.SIGTERM)
+
+        def before_exec() -> None:  # C calls alone: no lock that another thread may hold at the fork
+            if end_with_parent is not None:
+                end_with_parent()
+            if cores:
+                os.sched_setaffinity(0, cores)
+
+        return subprocess.Popen(self.command, env=env, preexec_fn=before_exec)  # noqa: PLW1509 - as it says
 
     def _watch(self, on_poll: Callable[[], None]) -> LocalResult:
         while True:
             on_poll()
-            codes = [process.poll() for process in self._ranks]
+            codes = [process.poll() for process in self.ranks]
             failed = [(code, rank) for rank, code in enumerate(codes) if code]
             if failed:
                 return self._after_failure(failed)
             if all(code == 0 for code in codes):
-                if len(self._ranks) == self._num_ranks:
+                if len(self.ranks) == self._num_ranks:
                     return LocalResult(0)
-                return LocalResult(_signal_exit_code(self._received[0]), interrupted=True)
-            if self._hangs is not None and (found := self._hangs.poll([process.pid for process in self._ranks])):
-                for process in self._ranks:
+                return LocalResult(signal_exit_code(self._received[0]), interrupted=True)
+            if self._hangs is not None and (found := self._hangs.poll([process.pid for process in self.ranks])):
+                for process in self.ranks:
                     process.kill()
-                stop_ranks(self._ranks, 5.0)
+                stop_ranks(self.ranks, 5.0)
                 return LocalResult(STALLED, interrupted=bool(self._received), hang=found)
-            time.sleep(_POLL_SECONDS)
+            time.sleep(POLL_SECONDS)
 
     def _after_failure(self, failed: list[tuple[int, int]]) -> LocalResult:
         # A rank that ends by this code has handled the signal: all ranks have saved the step, or are about to.
-        was_asked = {code - 128 for code, _ in failed} & set(_STOP_SIGNALS)
-        stop_ranks(self._ranks, _RANK_GRACE_SECONDS if self._received or was_asked else 0.5)
+        was_asked = {code - 128 for code, _ in failed} & set(STOP_SIGNALS)
+        stop_ranks(self.ranks, RANK_GRACE_SECONDS if self._received or was_asked else FAILED_GRACE_SECONDS)
         code, rank = min(failed)  # a killed rank (negative code) before those that lost it
         if self._received and code not in EXPLAINED:
-            return LocalResult(_signal_exit_code(self._received[0]), interrupted=True)
+            return LocalResult(signal_exit_code(self._received[0]), interrupted=True)
         if was_asked and code > 0:
-            return LocalResult(_signal_exit_code(code - 128), was_asked=True)
-        return LocalResult(_failed_exit_code(code, rank), interrupted=bool(self._received))
+            return LocalResult(signal_exit_code(code - 128), was_asked=True)
+        return LocalResult(failed_exit_code(code, rank), interrupted=bool(self._received))
 
 
 def run_local_ranks(command: list[str], num_ranks: int) -> int:
@@ -189,19 +213,19 @@ def run_local_ranks(command: list[str], num_ranks: int) -> int:
         return agent.run().code
 
 
-def _failed_exit_code(code: int, rank: int) -> int:
+def failed_exit_code(code: int, rank: int, node: str = "") -> int:
     """Prints which rank ended the run unless it has printed its error; returns the launcher's exit code."""
     if code in EXPLAINED:
         return code
     how = f"exit code {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
     sys.stderr.write(
-        f"error: rank {rank} ended with {how} and the other ranks were stopped; the same command resumes from the "
-        "newest checkpoint\n"
+        f"error: rank {rank}{node and ' on node ' + node} ended with {how} and the other ranks were stopped; "
+        "the same command resumes from the newest checkpoint\n"
     )
     return code if code > 0 else 128 - code  # as shells report signals
 
 
-def _signal_exit_code(number: int) -> int:
+def signal_exit_code(number: int) -> int:
     """Prints which signal ended the run; returns the exit code that shells give a signal."""
     name = signal.Signals(number).name
     sys.stderr.write(f"stopped by {name}; the same command resumes from the newest checkpoint\n")

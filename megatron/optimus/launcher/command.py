@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from megatron.optimus.config.schema import ConfigError
 from megatron.optimus.launcher.cluster import GENERIC, Allocation, BatchSystem, Setting, System
-from megatron.optimus.platform.environment import RENDEZVOUS_TOKEN
+from megatron.optimus.platform.environment import AGENT_VARIABLES, RENDEZVOUS_TOKEN
 
 PROGRAM = "megatron.optimus.pretrain"  # what a rank runs
-FORK_SERVER = "megatron.optimus.launcher.forkserver"  # what ranks are forked from, on one machine
+FORK_SERVER = "megatron.optimus.launcher.forkserver"  # what ranks are forked from, where there is an agent
+AGENT = "megatron.optimus.launcher.node_agent"  # one a node
+_WITHOUT_MPI = {  # oneCCL, where no mpiexec has started the ranks; the values that it needs then
+    "CCL_ATL_TRANSPORT": "ofi",
+    "CCL_PROCESS_LAUNCHER": "none",
+    "CCL_KVS_MODE": "pmi",
+    "CCL_KVS_USE_MPI_RANKS": "0",
+}
 RENDEZVOUS_REASONS = {  # the reason for each variable that every run needs
     "WORLD_SIZE": "not every launch method tells a rank how many there are",
     "MASTER_ADDR": "where rank 0 listens: the first node, by its name on the fast network, or this machine alone",
@@ -82,6 +90,53 @@ class Launch:
             return torchrun if self.num_nodes == 1 else [*self._across_nodes(hosts, hostfile, 1), *torchrun]
         return [*self._across_nodes(hosts, hostfile, self.ranks_per_node), *self.program]
 
+    def agent_command(self, hosts: Sequence[str], hostfile: str, device: str) -> list[str]:
+        """Returns the command line that starts one agent on each of these nodes, for ranks of ``device``."""
+        agents = replace(self, num_nodes=len(hosts), cpu_bind=None, passed=(*self.passed, *AGENT_VARIABLES))
+        return [*agents._across_nodes(hosts, hostfile, 1, are_agents=True), sys.executable, "-m", AGENT, device]
+
+    def why_no_agents(self, env: Mapping[str, str]) -> str:
+        """Returns why ranks have to be started by mpiexec or srun themselves; "" where agents can.
+
+        Args:
+            env: the user's environment.
+        """
+        if self.method not in (LaunchMethod.MPIEXEC, LaunchMethod.SRUN):
+            return f"--launcher={self.method.value} has agents of its own"
+        if not self.hosts:
+            return "there is no job whose nodes are known"
+        for name, without in _WITHOUT_MPI.items():
+            value = self.settings[name].value if name in self.settings else env.get(name, without)
+            if value != without:
+                return f"{name}={value} needs ranks that mpiexec has started; {without} does not"
+        if self.cpu_bind is not None and not self.cpu_bind.startswith("list:"):
+            return f"--cpu-bind={self.cpu_bind} is for {self.method.value}; list:0-3:4-7 is not"
+        return ""
+
+    def agent_cores(self) -> list[list[int]]:
+        """Returns the cores of each rank of a node: of list:2-4:10,12 [[2, 3, 4], [10, 12]]; none without a binding.
+
+        Raises:
+            ConfigError: it is not such a list, or not one for each rank.
+        """
+        if self.cpu_bind is None:
+            return []
+        cores = []
+        for entry in self.cpu_bind.removeprefix("list:").split(":"):
+            bounds = [re.fullmatch(r"(\d+)(?:-(\d+))?", part) for part in entry.split(",")]
+            cores.append([core for m in bounds if m for core in range(int(m[1]), int(m[2] or m[1]) + 1)])
+            if None in bounds or not cores[-1]:
+                raise ConfigError(f"--cpu-bind={self.cpu_bind}: {entry!r} is not of the form 2-4,6")
+        if len(cores) != self.ranks_per_node:
+            raise ConfigError(
+                f"--cpu-bind={self.cpu_bind} has cores for {len(cores)} ranks, but a node runs {self.ranks_per_node}"
+            )
+        return cores
+
+    def network_name(self, host: str) -> str:
+        """Returns the name of a node on the fast network."""
+        return f"{host.split('.', maxsplit=1)[0]}.{self.host_suffix}" if self.host_suffix else host
+
     def environment(self, hosts: Sequence[str]) -> dict[str, str]:
         """Returns the variables to add for these nodes; with none, MASTER_ADDR is a placeholder."""
         added = {name: setting.value for name, setting in self.settings.items()}
@@ -103,8 +158,7 @@ class Launch:
             return self.user_settings["MASTER_ADDR"].value
         if self.num_nodes == 1:
             return "127.0.0.1"
-        host = hosts[0] if hosts else "FIRST_NODE"
-        return f"{host.split('.', maxsplit=1)[0]}.{self.host_suffix}" if self.host_suffix else host
+        return self.network_name(hosts[0] if hosts else "FIRST_NODE")
 
     def _torchrun(self, hosts: Sequence[str]) -> list[str]:
         rendezvous = ["--standalone"]
@@ -119,12 +173,18 @@ class Launch:
         runner = [sys.executable, "-m", "torch.distributed.run", *rendezvous]
         return [*runner, "--nproc-per-node", str(self.ranks_per_node), *self.program[1:]]
 
-    def _across_nodes(self, hosts: Sequence[str], hostfile: str, per_node: int) -> list[str]:
+    def _across_nodes(
+        self, hosts: Sequence[str], hostfile: str, per_node: int, *, are_agents: bool = False
+    ) -> list[str]:
+        """The words before the program. Agents have all cores of a node, and outlive those of other nodes."""
         bind = self.cpu_bind if per_node == self.ranks_per_node else None
         total, each, nodes = str(self.num_nodes * per_node), str(per_node), str(self.num_nodes)
         torchrun_by_srun = self.method is LaunchMethod.TORCHRUN and self.scheduler is BatchSystem.SLURM
         if self.method is LaunchMethod.SRUN or torchrun_by_srun:
             words = ["srun", "--nodes", nodes, "--ntasks", total, "--ntasks-per-node", each]
+            if are_agents:  # --overlap: a check of the nodes runs beside them
+                words += ["--kill-on-bad-exit=0", "--no-kill", "--overlap", "--cpu-bind=none", "--export=ALL"]
+                return [*words, "--nodelist", ",".join(hosts)]
             words += ["--kill-on-bad-exit=1", "--export=ALL"]  # else ranks would wait for a lost one
             words += ["--nodelist", ",".join(hosts)] if self.spares or len(hosts) < len(self.hosts) else []
             return words + ([f"--cpu-bind={bind}"] if bind else [])
@@ -132,11 +192,15 @@ class Launch:
             words = ["mpiexec", "-n", total, "--map-by", f"ppr:{each}:node", "--hostfile", hostfile]
             for name in sorted({*self.environment(hosts), *self.user_settings, *self.passed}):
                 words += ["-x", name]  # Open MPI passes on named variables only, the user's values too
+            words += ["--enable-recovery"] if are_agents else []
+            bind = "none" if are_agents else bind
             return words + (["--bind-to", bind] if bind else [])
         if self.mpi is Mpi.MPICH:
             words = ["mpiexec", "-genvall", "-n", total, "-ppn", each, "-f", hostfile]
+            words += ["-disable-auto-cleanup"] if are_agents else []
             return words + (["-bind-to", bind] if bind else [])
         words = ["mpiexec", "--envall", "--line-buffer", "-n", total, "--ppn", each, "--hostfile", hostfile]
+        bind = "none" if are_agents else bind
         return words + (["--cpu-bind", bind] if bind else [])
 
 

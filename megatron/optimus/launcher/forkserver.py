@@ -7,9 +7,10 @@ imports have opened an accelerator after all, it says so and the launcher starts
 
 Launcher and server speak in lines of JSON over a socket, which is the server's standard input:
 
-    -> {"rank": 3, "env": {...}, "argv": [...]}    <- {"ready": true} or {"refused": reason}
-                                                   <- {"rank": 3, "pid": 4711}
-                                                   <- {"pid": 4711, "status": -9}    exit code, or minus a signal
+                                                       <- {"ready": true} or {"refused": reason}
+    -> {"rank": 3, "env": {...}, "argv": [], "cores": []}
+                                                       <- {"rank": 3, "pid": 4711}
+                                                       <- {"pid": 4711, "status": -9}    exit code, or minus a signal
 """
 
 from __future__ import annotations
@@ -97,24 +98,37 @@ class ForkServer:
 
     def is_ready(self) -> bool:
         """Waits until the server has imported everything; False where it cannot fork ranks, which is logged."""
+        return bool(self._state(wait=True))
+
+    def is_importing(self) -> bool:
+        """Whether ``start`` would have to wait for the server's imports."""
+        return self._state(wait=False) is None
+
+    def _state(self, *, wait: bool) -> bool | None:
+        """Whether the server can fork; None while it imports. One that has died is started again."""
         if self._is_ready and self._process.poll() is not None:
             logger.warning("the process that forks ranks has ended; another one is started")
             self.close()
             self._start_server()
-        while self._is_ready is None:
-            message = self._receive()
+        if self._is_ready is None:
+            message = self._receive(wait=wait)
+            if message is None and not wait and self._process.poll() is None:
+                return None
             self._is_ready = bool(message and message.get("ready"))
             if not self._is_ready:
                 reason = message.get("refused") if message else "it has ended"
                 logger.info("ranks are new interpreters, not forked from one that has imported all: %s", reason)
         return self._is_ready
 
-    def start(self, rank: int, env: dict[str, str], argv: Sequence[str]) -> ForkedRank | None:
-        """Forks a rank that runs ``optimus pretrain argv``; None where the server has died."""
+    def start(
+        self, rank: int, env: dict[str, str], argv: Sequence[str], cores: Sequence[int] = ()
+    ) -> ForkedRank | None:
+        """Forks a rank that runs ``optimus pretrain argv``, bound to ``cores``; None where the server has died."""
         if not self.is_ready():
             return None
+        request = {"rank": rank, "env": env, "argv": list(argv), "cores": list(cores)}
         try:
-            self._socket.sendall(json.dumps({"rank": rank, "env": env, "argv": list(argv)}).encode() + b"\n")
+            self._socket.sendall(json.dumps(request).encode() + b"\n")
         except OSError:
             return None
         while (message := self._receive()) is not None:
@@ -227,6 +241,8 @@ def _run_rank(request: dict[str, Any], server: int, handlers: dict[int, Any]) ->
         for number, handler in handlers.items():
             signal.signal(number, handler)
         signals.raise_on_sigint()
+        if request["cores"]:
+            os.sched_setaffinity(0, request["cores"])
         environment.replace(request["env"])
         sys.argv[1:] = request["argv"]
         program = importlib.import_module(PROGRAM)  # as ``python -m`` of a new interpreter

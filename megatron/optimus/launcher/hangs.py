@@ -7,7 +7,7 @@ limit: its collectives have. A process that a signal has stopped counts as hangi
 
 All ranks wait for the one that hangs, so all are late together. That one is stopped, or its stack is outside of any
 collective while the others are in one, or it is behind in phases. Where one is behind, its own limit counts: the others
-may wait for it as long as it may take.
+may wait for it as long as it may take. On several nodes each agent looks at its ranks, and the coordinator compares.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import re
 import signal
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
@@ -54,6 +54,36 @@ class _Seen:
     stopped_since: float | None = None
 
 
+@dataclass
+class Look:
+    """What one look at the ranks of a machine found."""
+
+    beats: dict[int, Beat | None] = field(default_factory=dict)  # by rank
+    stopped: list[int] = field(default_factory=list)  # for too long
+    late: list[int] = field(default_factory=list)  # all that have the fewest beats among them, else none
+    fewest: int | None = None  # beats; None where no rank has one
+
+    @property
+    def hangs(self) -> bool:
+        return bool(self.stopped or self.late)
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """A rank of a run that hangs; agents send it as JSON."""
+
+    rank: int
+    pid: int
+    is_stopped: bool
+    is_late: bool
+    count: int  # beats
+    lasts: str  # since when it is in which phase
+    has_stack: bool
+    waits: str | None  # the collective in which it waits for others
+    frames: str  # where it is
+    node: str = ""
+
+
 class HangWatch:
     """Looks for a rank that hangs.
 
@@ -69,27 +99,65 @@ class HangWatch:
         self._unseen_seconds, self._fixed_seconds = unseen_seconds, fixed_seconds
         self._seen: dict[int, _Seen] = {}
         self._polled = self._resumed = time.monotonic()
+        self._last = Look()
 
     def poll(self, pids: Sequence[int]) -> str:
         """Returns a line about the rank that hangs, "" if none does. ``pids``: the ranks' processes in rank order.
 
         The stacks of all ranks are then in the folder ``stacks``; the ranks still live.
         """
+        look = self.look(pids)
+        if look is None or not look.hangs:
+            return ""
+        folder = new_stacks_folder(self._stacks)
+        return describe(self.facts(pids, folder), folder)[1]
+
+    def look(self, pids: Sequence[int], first_rank: int = 0) -> Look | None:
+        """Looks at the ranks of this machine; None where the last look was a moment ago.
+
+        Args:
+            pids: the ranks' processes in rank order.
+            first_rank: number of the first of them.
+        """
         now = time.monotonic()
         if now - self._polled < _POLL_SECONDS:
-            return ""
+            return None
         if now - self._polled > _SUSPENDED_SECONDS:
             self._resumed = now
         self._polled = now
-        beats = [heartbeat.read(self._folder / f"rank-{rank}") for rank in range(len(pids))]
-        stopped = [rank for rank, pid in enumerate(pids) if self._is_stopped(rank, pid, now)]
+        ranks = {first_rank + place: pid for place, pid in enumerate(pids)}
+        beats = {rank: heartbeat.read(self._folder / f"rank-{rank}") for rank in ranks}
+        stopped = [rank for rank, pid in ranks.items() if self._is_stopped(rank, pid, now)]
         late = [
-            rank for rank, beat in enumerate(beats) if beat is not None and self._is_late(rank, beat, pids[rank], now)
+            rank for rank, beat in beats.items() if beat is not None and self._is_late(rank, beat, ranks[rank], now)
         ]
-        fewest = min((beat.count for beat in beats if beat), default=0)
-        if any(beat and beat.count == fewest and rank not in late for rank, beat in enumerate(beats)):
+        fewest = min((beat.count for beat in beats.values() if beat), default=None)
+        if any(beat and beat.count == fewest and rank not in late for rank, beat in beats.items()):
             late = []  # the others wait for a rank that has time left
-        return self._describe(stopped, late, beats, pids, now) if stopped or late else ""
+        self._last = Look(beats, stopped, late, fewest)
+        return self._last
+
+    def facts(self, pids: Sequence[int], folder: Path) -> list[RankFacts]:
+        """Returns what the last look found of each rank, with its stack, which is written to ``folder`` too."""
+        look, now = self._last, time.monotonic()
+        dumped = self._dump({rank: pid for rank, pid in zip(look.beats, pids, strict=True)})
+        _save(dumped, folder)
+        return [
+            RankFacts(
+                *(rank, pid, rank in look.stopped, rank in look.late, 0 if beat is None else beat.count),
+                lasts="" if beat is None else self._lasts(beat, now, rank in look.stopped),
+                has_stack=bool(dumped[rank]),
+                waits=_waits_in(dumped[rank]),
+                frames=_frames(dumped[rank]),
+            )
+            for (rank, beat), pid in zip(look.beats.items(), pids, strict=True)
+        ]
+
+    def _lasts(self, beat: Beat, now: float, is_stopped: bool) -> str:
+        text = f" for {now - max(beat.time, self._resumed):.0f} s in {_where(beat)}"
+        if not is_stopped and beat.seen >= FEWEST_SEEN and self._fixed_seconds is None:
+            text += f", which takes {beat.longest:.2g} s at most"
+        return text
 
     def limit(self, beat: Beat) -> float:
         """Seconds that the phase of this beat may last."""
@@ -120,61 +188,63 @@ class HangWatch:
         seen.stopped_since = max(seen.stopped_since or now, self._resumed)
         return now - seen.stopped_since > STOPPED_SECONDS
 
-    def _describe(
-        self, stopped: list[int], late: list[int], beats: list[Beat | None], pids: Sequence[int], now: float
-    ) -> str:
-        dumped = self._dump(pids)
-        waits = {rank: _waits_in(text) for rank, text in dumped.items() if text}
-        outside = [rank for rank in waits if waits[rank] is None]
-        counts = [beat.count if beat is not None else 0 for beat in beats]
-        behind = [rank for rank, count in enumerate(counts) if count == min(counts)]
-        named = stopped or (outside if 0 < len(outside) < len(pids) else [])
-        named = named or (behind if len(behind) < len(pids) else late)
-        first, is_certain = named[0], len(named) < len(pids) or len(pids) == 1
-        beat = beats[first]
-        what = f"rank {first} (process {pids[first]})" if is_certain else f"all {len(pids)} ranks"
-        how = "stopped by a signal (SIGSTOP)" if first in stopped else "without progress"
-        text = f"{what}: {how}"
-        if beat is not None:
-            text += f" for {now - max(beat.time, self._resumed):.0f} s in {_where(beat)}"
-            if first not in stopped and beat.seen >= FEWEST_SEEN and self._fixed_seconds is None:
-                text += f", which takes {beat.longest:.2g} s at most"
-        if len(named) > 1 and is_certain:
-            text += f"; ranks {', '.join(map(str, named[1:9]))} too"
-        if frames := _frames(dumped.get(first, "")):
-            text += f"; at {frames}"
-        others = {waits[rank] for rank in waits if rank not in named and waits[rank]}
-        if others:
-            text += f"; the other ranks wait in {', '.join(sorted(filter(None, others)))}"
-        return f"{text}; stacks of all ranks: {self._save(dumped)}"
-
-    def _dump(self, pids: Sequence[int]) -> dict[int, str]:
-        """Has every rank write its stacks; returns them by rank, "" where it did not answer."""
-        paths = [self._folder / f"rank-{rank}.stack" for rank in range(len(pids))]
-        asked = [rank for rank, path in enumerate(paths) if path.exists()]  # the others would die of the signal
-        stopped = [rank for rank in asked if _state(pids[rank]) == "T"]
+    def _dump(self, ranks: dict[int, int]) -> dict[int, str]:
+        """Has every rank write its stacks; returns them by rank, "" where it did not answer. ``ranks``: processes."""
+        paths = {rank: self._folder / f"rank-{rank}.stack" for rank in ranks}
+        asked = [rank for rank, path in paths.items() if path.exists()]  # the others would die of the signal
+        stopped = [rank for rank in asked if _state(ranks[rank]) == "T"]
         running = [rank for rank in asked if rank not in stopped]
         for rank in running:
-            _signal(pids[rank], heartbeat.STACK_SIGNAL)
+            _signal(ranks[rank], heartbeat.STACK_SIGNAL)
         _wait_until_written([paths[rank] for rank in running])
         # A stopped process writes nothing before it goes on. The others stop meanwhile, or the run would go on too.
         for rank in running if stopped else []:
-            _signal(pids[rank], signal.SIGSTOP)
+            _signal(ranks[rank], signal.SIGSTOP)
         for rank in stopped:
-            _signal(pids[rank], heartbeat.STACK_SIGNAL)
-            _signal(pids[rank], signal.SIGCONT)
+            _signal(ranks[rank], heartbeat.STACK_SIGNAL)
+            _signal(ranks[rank], signal.SIGCONT)
         _wait_until_written([paths[rank] for rank in stopped])
-        return {rank: _text(paths[rank]) if rank in asked else "" for rank in range(len(pids))}
+        return {rank: _text(paths[rank]) if rank in asked else "" for rank in ranks}
 
-    def _save(self, dumped: dict[int, str]) -> Path:
-        folder = self._stacks / datetime.now().strftime("%Y-%m-%d-%H%M%S")
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            for rank, text in dumped.items():
-                (folder / f"rank-{rank}.txt").write_text(text or "this rank did not answer\n", encoding="utf-8")
-        except OSError as error:
-            logger.warning("%s: stacks cannot be written: %s", folder, error.strerror)
-        return folder
+
+def describe(ranks: Sequence[RankFacts], stacks: Path) -> tuple[int, str]:
+    """Returns the rank for which the others wait, and a line about it.
+
+    Args:
+        ranks: of all nodes.
+        stacks: the folder with their stacks, for the line.
+    """
+    stopped = [one for one in ranks if one.is_stopped]
+    outside = [one for one in ranks if one.has_stack and one.waits is None]
+    behind = [one for one in ranks if one.count == min(other.count for other in ranks)]
+    named = stopped or (outside if 0 < len(outside) < len(ranks) else [])
+    named = named or (behind if len(behind) < len(ranks) else [one for one in ranks if one.is_late] or list(ranks))
+    first, is_certain = named[0], len(named) < len(ranks) or len(ranks) == 1
+    place = f"process {first.pid}{first.node and ' on node ' + first.node}"
+    text = f"rank {first.rank} ({place})" if is_certain else f"all {len(ranks)} ranks"
+    text += f": {'stopped by a signal (SIGSTOP)' if first.is_stopped else 'without progress'}{first.lasts}"
+    if len(named) > 1 and is_certain:
+        text += f"; ranks {', '.join(str(one.rank) for one in named[1:9])} too"
+    if first.frames:
+        text += f"; at {first.frames}"
+    others = {one.waits for one in ranks if one not in named and one.waits}
+    if others:
+        text += f"; the other ranks wait in {', '.join(sorted(others))}"
+    return first.rank, f"{text}; stacks of all ranks: {stacks}"
+
+
+def new_stacks_folder(stacks: Path) -> Path:
+    """Returns the name of a folder for the stacks of a hang found now."""
+    return stacks / datetime.now().strftime("%Y-%m-%d-%H%M%S")
+
+
+def _save(dumped: dict[int, str], folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for rank, text in dumped.items():
+            (folder / f"rank-{rank}.txt").write_text(text or "this rank did not answer\n", encoding="utf-8")
+    except OSError as error:
+        logger.warning("%s: stacks cannot be written: %s", folder, error.strerror)
 
 
 def _wait_until_written(paths: list[Path]) -> None:

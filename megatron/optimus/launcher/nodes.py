@@ -1,9 +1,10 @@
 """The nodes of a job: which of them run the next attempt, and which are known to be bad.
 
-Evidence against a node, the strongest first: the output names it as lost; it alone was silent when the ranks of all
-other nodes reported that a peer had ended; a check of every node finds it bad. Without evidence the nodes stay for
-another attempt, as most failures are not a node's. Where it fails again, one node after the other is exchanged, and
-one that was exchanged on suspicion comes back only when no other spare is left.
+Evidence against a node, the strongest first: its agent is gone; the output names it as lost; without agents, it alone
+was silent when the ranks of all other nodes reported that a peer had ended; a check of every node finds it bad. Without
+evidence the nodes stay for another attempt, as most failures are not a node's. Where it fails again, the node is
+exchanged whose ranks failed both times, or without agents one node after the other. One that was exchanged on suspicion
+comes back only when no other spare is left.
 
 A node with evidence against it is written to ``bad_nodes.json`` in the run's folder and not used by later jobs either.
 
@@ -27,6 +28,8 @@ from megatron.optimus.platform import files
 logger = logging.getLogger("optimus")
 
 FILE_NAME = "bad_nodes.json"
+_NONE: Mapping[str, str] = {}
+_STATE = ("hosts", "spares", "_suspects", "_known", "_unnamed", "_failed_on", "_num_active")
 
 # What PALS, SLURM and Open MPI write when a node (not merely a process on it) is gone, and ranks about their node.
 _LOST_NODE = (
@@ -101,6 +104,7 @@ class NodePool:
         self.problem = ""  # why no attempt can be made
         self._suspects: list[str] = []  # exchanged without evidence, oldest first
         self._unnamed = 0  # failures in a row without evidence
+        self._failed_on = ""  # the node of the last of them
 
     def before_start(self) -> list[str]:
         """Checks all nodes and exchanges bad ones for spares; returns those for which there was no spare."""
@@ -112,12 +116,31 @@ class NodePool:
             logger.warning("bad node %s (%s)%s", host, reason, "" if host in self.hosts else ": not used")
         return [host for host in self.hosts if host in found]
 
-    def after_failure(self, lines: Sequence[str], survivors: Collection[int]) -> str:
-        """Exchanges nodes after a failed attempt; returns what was found, for the log."""
+    def state(self) -> dict[str, Any]:
+        """What another coordinator needs to go on; goes through JSON."""
+        return {name: getattr(self, name) for name in _STATE}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Takes over a ``state``, and the list of bad nodes as it is now."""
+        for name in _STATE:
+            setattr(self, name, state[name])
+        self._read_again()
+
+    def after_failure(
+        self, lines: Sequence[str], survivors: Collection[int], lost: Mapping[str, str] = _NONE, where: str = ""
+    ) -> str:
+        """Exchanges nodes after a failed attempt; returns what was found, for the log.
+
+        Args:
+            lines: the output.
+            survivors: ranks that reported the loss of a peer.
+            lost: nodes that their agents' silence shows to be lost, each with the evidence.
+            where: the node on which, as its agent says, a rank failed; "" where there are no agents.
+        """
         if not self.hosts:
             return ""
-        found = dict.fromkeys(lost_hosts(lines, self.hosts), "named as lost")
-        if not found:
+        found = dict(lost) or dict.fromkeys(lost_hosts(lines, self.hosts), "named as lost")
+        if not found and not where:
             nodes = {rank // self._ranks_per_node for rank in survivors}
             found = dict.fromkeys(silent_hosts(nodes, self.hosts), "silent when the others lost a peer")
         if not found and self._check is not None:
@@ -131,13 +154,18 @@ class NodePool:
             smaller = f"; it goes on with {len(self.hosts)} of {self._num_active} nodes" if self.is_smaller else ""
             return f"lost nodes: {', '.join(found)} ({next(iter(found.values()))}){smaller}"
         self._unnamed += 1
+        if where:
+            is_same, self._failed_on = where == self._failed_on, where
+            if not is_same or where not in self.hosts or not (self.spares or self._suspects):
+                return f"on node {where}; the nodes stay"
+            return f"again on node {where}: {self._exchange(self.hosts.index(where))}"
         if self._unnamed == 1 or not (self.spares or self._suspects):
             return "no node was named: the nodes stay"
-        return f"no node was named: {self._exchange_one()}"
+        return f"no node was named: {self._exchange((self._unnamed - 2) % len(self.hosts))}"
 
     def after_progress(self) -> None:
         """Notes that the nodes in use have worked."""
-        self._unnamed = 0
+        self._unnamed, self._failed_on = 0, ""
 
     @property
     def is_smaller(self) -> bool:
@@ -199,8 +227,7 @@ class NodePool:
         if self._fit is not None and any(_short(host) in self._bad for host in self.hosts):
             self._resize()
 
-    def _exchange_one(self) -> str:
-        number = (self._unnamed - 2) % len(self.hosts)
+    def _exchange(self, number: int) -> str:
         host, spare = self.hosts[number], (self.spares or self._suspects).pop(0)
         self.hosts[number] = spare
         self._suspects.append(host)

@@ -18,8 +18,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -31,15 +31,46 @@ from megatron.optimus.platform.exit_codes import EXPLAINED, NUMERIC_ERROR, STALL
 
 logger = logging.getLogger("optimus")
 
-_KEPT_LINES = 400
+KEPT_LINES = 400
 _GRACE_SECONDS = 15.0
 _LONGEST_PAUSE = 60.0
-_GROWTH_SECONDS = 1.0  # between two looks for nodes that have come back
+GROWTH_SECONDS = 1.0  # between two looks for nodes that have come back
 _MOST_WITHOUT_STEP, _MOST_NUMERIC, _MOST_WITHOUT_SAVE = 2, 2, 5  # attempts in a row
 # What ranks print: process_groups.lost_peer_reason and Trainer.
 _SURVIVOR = re.compile(r"error on rank (\d+): another rank has ended")
 _ASKED_TO_STOP = re.compile(r"asked to stop: saving step \d+")
 _STOP_CODES = tuple(128 + number for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
+
+
+@dataclass
+class LaunchProgress:
+    """How a launch has gone so far: what another coordinator goes on with."""
+
+    attempt: int = 0  # that have failed
+    without_step: int = 0
+    without_save: int = 0
+    numeric: int = 0  # that ended with a numeric error
+    step_before: int | None = None  # newest checkpoint before the attempt in hand; None: none is
+
+    def why_not_again(self, code: int, step: int, save_interval: int) -> str:
+        """Returns why a further attempt would be useless, "" where it is not.
+
+        Args:
+            code: exit code of the last attempt.
+            step: of the newest checkpoint before it; -1 without one.
+            save_interval: of the run.
+        """
+        if self.without_step == _MOST_WITHOUT_STEP:
+            return f"two attempts in a row ended with code {code} before the first step"
+        if self.numeric == _MOST_NUMERIC:
+            return "two attempts ended with the same numeric error since the newest checkpoint"
+        if self.without_save == _MOST_WITHOUT_SAVE:
+            found = f"checkpoint after that of step {step}" if step >= 0 else "first checkpoint"
+            return (
+                f"{self.without_save} attempts in a row ended before the {found}, with save_interval={save_interval}; "
+                "choose a smaller --save-interval"
+            )
+        return ""
 
 
 @dataclass(frozen=True)
@@ -52,6 +83,8 @@ class AttemptResult:
     has_trained: bool = False  # at least one training step was done
     survivors: frozenset[int] = frozenset()  # ranks that reported the loss of a peer
     grows: bool = False  # all saved and left because more nodes can be used
+    lost: Mapping[str, str] = field(default_factory=dict)  # nodes that are, each with the evidence
+    where: str = ""  # the node of the rank that ended first, or hung
 
 
 def run_with_restarts(
@@ -60,6 +93,8 @@ def run_with_restarts(
     max_restarts: int,
     newest_step: Callable[[], int] = lambda: -1,
     save_interval: int = 0,
+    progress: LaunchProgress | None = None,
+    pause_for: Callable[[float], None] | None = None,
 ) -> int:
     """Runs attempts until one succeeds or a further one would be useless, and returns the exit code of the last.
 
@@ -69,13 +104,16 @@ def run_with_restarts(
         max_restarts: attempts after the first.
         newest_step: the step of the newest checkpoint; -1 without one.
         save_interval: of the run, for the message.
+        progress: is kept up to date, for another coordinator; None: nobody needs it.
+        pause_for: waits for so many seconds between attempts; default: time.sleep.
     """
-    without_step = without_save = numeric = attempt = 0
+    now = progress or LaunchProgress()
     while True:
-        before = newest_step()
+        before = now.step_before = newest_step() if now.step_before is None else now.step_before
         outcome = attempt_on(nodes.hosts)
+        now.step_before = None
         if outcome.grows:  # no failure, and all was saved
-            without_step = without_save = numeric = 0
+            now.without_step = now.without_save = now.numeric = 0
             nodes.after_progress()
             nodes.grow()
             if nodes.problem:
@@ -85,47 +123,36 @@ def run_with_restarts(
             continue
         has_saved = newest_step() > before
         if has_saved:
-            without_save = numeric = 0
+            now.without_save = now.numeric = 0
             nodes.after_progress()
-        if outcome.code in (0, USER_ERROR) or outcome.interrupted or attempt == max_restarts:
+        if outcome.code in (0, USER_ERROR) or outcome.interrupted or now.attempt == max_restarts:
             return outcome.code
-        without_step = 0 if outcome.has_trained else without_step + 1
-        without_save += 1
-        numeric = numeric + 1 if outcome.code == NUMERIC_ERROR else 0
-        reason = ""
-        if without_step == _MOST_WITHOUT_STEP:
-            reason = f"two attempts in a row ended with code {outcome.code} before the first step"
-        elif numeric == _MOST_NUMERIC:
-            reason = "two attempts ended with the same numeric error since the newest checkpoint"
-        elif without_save == _MOST_WITHOUT_SAVE:
-            found = f"checkpoint after that of step {before}" if before >= 0 else "first checkpoint"
-            reason = (
-                f"{without_save} attempts in a row ended before the {found}, with save_interval={save_interval}; "
-                "choose a smaller --save-interval"
-            )
-        if reason:
+        now.without_step = 0 if outcome.has_trained else now.without_step + 1
+        now.without_save += 1
+        now.numeric = now.numeric + 1 if outcome.code == NUMERIC_ERROR else 0
+        if reason := now.why_not_again(outcome.code, before, save_interval):
             logger.error("%s: not started again", reason)
             return outcome.code
-        attempt += 1
-        pause = 0.0 if without_save == 1 else min(5.0 * 2 ** (without_save - 2), _LONGEST_PAUSE)
-        found = nodes.after_failure(outcome.last_lines, outcome.survivors)
+        now.attempt += 1
+        pause = 0.0 if now.without_save == 1 else min(5.0 * 2 ** (now.without_save - 2), _LONGEST_PAUSE)
+        found = nodes.after_failure(outcome.last_lines, outcome.survivors, outcome.lost, outcome.where)
         if nodes.problem:
             logger.error("%s; %s: not started again", found, nodes.problem)
             return outcome.code
         logger.warning(
             "attempt %d ended with code %d%s; the next one starts %s and resumes from the newest checkpoint%s",
-            attempt,
+            now.attempt,
             outcome.code,
             f" ({found})" if found else "",
             f"in {pause:.0f} s" if pause else "now",
             f"; {len(nodes.spares)} spare nodes are left" if nodes.hosts else "",
         )
-        time.sleep(pause)
+        (pause_for or time.sleep)(pause)
 
 
 def run_local(agent: LocalAgent, metrics: Path, hint: str) -> AttemptResult:
     """Runs one attempt of all ranks on this machine; ``hint`` ends the line about a rank that hangs."""
-    steps = _StepMonitor(metrics)
+    steps = StepMonitor(metrics)
     result = agent.run(steps.update)
     steps.update()
     if result.hang:
@@ -133,21 +160,21 @@ def run_local(agent: LocalAgent, metrics: Path, hint: str) -> AttemptResult:
     return AttemptResult(result.code, (), result.interrupted or result.was_asked, steps.has_trained)
 
 
-class _StepMonitor:
+class StepMonitor:
     """Tells whether a run does training steps, for each of which rank 0 appends a line to the file ``metrics``.
 
     A resumed run first truncates the file by the lines of lost steps, so growth between two updates is what counts.
     """
 
-    def __init__(self, metrics: Path) -> None:
+    def __init__(self, metrics: Path, size: int | None = None) -> None:
         self._metrics = metrics
-        self._size = self._size_now()
+        self.size = self._size_now() if size is None else size
         self.has_trained = False
 
     def update(self) -> None:
         size = self._size_now()
-        self.has_trained |= size > self._size
-        self._size = size
+        self.has_trained |= size > self.size
+        self.size = size
 
     def _size_now(self) -> int:
         try:
@@ -176,10 +203,10 @@ def run_monitored(
         metrics: the file to which the run appends a line for each step.
         can_grow: whether more nodes could be used; then the ranks are asked to save and leave.
     """
-    steps = _StepMonitor(metrics)
+    steps = StepMonitor(metrics)
     process = _start(command, env)
     interrupted, previous = _forward_signals(process)
-    lines: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
+    lines: collections.deque[str] = collections.deque(maxlen=KEPT_LINES)
     survivors: set[int] = set()
     was_asked = [False]
     last = [time.monotonic()]
@@ -197,12 +224,12 @@ def run_monitored(
     reader = threading.Thread(target=print_output, daemon=True)
     reader.start()
     stalled = asks_to_leave = False
-    next_look = time.monotonic() + _GROWTH_SECONDS
+    next_look = time.monotonic() + GROWTH_SECONDS
     while process.poll() is None:
         time.sleep(0.1)
         steps.update()
         if steps.has_trained and not asks_to_leave and time.monotonic() > next_look:
-            next_look = time.monotonic() + _GROWTH_SECONDS
+            next_look = time.monotonic() + GROWTH_SECONDS
             if asks_to_leave := can_grow():
                 logger.warning("more nodes can be used: the ranks are asked to save")
                 process.terminate()

@@ -32,8 +32,19 @@ from megatron.optimus.config.schema import ConfigError
 
 _LOCAL_RANK = ("LOCAL_RANK", "PALS_LOCAL_RANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PMI_LOCAL_RANK")
 _LOCAL_SIZE = ("LOCAL_WORLD_SIZE", "PALS_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "PMI_LOCAL_SIZE")
+# What a process has that mpiexec or srun has started, and a rank that an agent has forked must not take for its own.
+_STARTED_PROCESS = re.compile(
+    r"(PALS|PMI|PMIX|OMPI|PRTE|MPI)_.*|(SLURM_(PROCID|LOCALID|NODEID|NTASKS|NPROCS|GTIDS|TASK_PID|TASKS_PER_NODE|STEP_.*))"
+)
+_PROCESS_NUMBER = ("PALS_RANKID", "PMIX_RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
 _DEFAULT_PORT = 29500
 RENDEZVOUS_TOKEN = "OPTIMUS_RENDEZVOUS_TOKEN"  # a secret of the run; `optimus launch` makes one
+COORDINATOR = "OPTIMUS_COORDINATOR"  # where the agents of the nodes find it: address and port
+JOB_TOKEN = "OPTIMUS_JOB_TOKEN"  # a secret that coordinator and agents share
+STARTER = "OPTIMUS_STARTER"  # which mpiexec or srun of the launch has started this agent
+AGENT_VARIABLES = (COORDINATOR, JOB_TOKEN, STARTER)
+ATTEMPT = "OPTIMUS_ATTEMPT"  # which attempt of which launch a rank belongs to, where agents start it
+LAUNCH_ADDRESS = "OPTIMUS_LAUNCH_ADDRESS"  # of this machine, where the coordinator listens; the user's choice
 AGENT_FOLDER = "OPTIMUS_AGENT_FOLDER"  # where the launcher on this machine reads the heartbeats of its ranks
 DRILL_FOLDER = "OPTIMUS_DRILL_FOLDER"  # where `optimus drill` asks ranks for faults; unset in every other run
 MEMORY_FOLDER = "OPTIMUS_MEMORY_FOLDER"  # where ranks keep memory checkpoints, on each node; outlives them
@@ -158,6 +169,36 @@ def for_local_rank(rank: int, num_ranks: int, master_port: int, token: str = "")
     }
 
 
+def for_agents_rank(rank: int, local_rank: int, num_local: int, variables: Mapping[str, str]) -> dict[str, str]:
+    """Returns the environment of a rank that a node's agent starts: ``variables``, and torchrun's.
+
+    Variables of mpiexec and srun about their process are left out: they tell of the agent.
+    """
+    own = {name: value for name, value in os.environ.items() if not _STARTED_PROCESS.fullmatch(name)}
+    own = {name: value for name, value in own.items() if name not in AGENT_VARIABLES}
+    place = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(num_local)}
+    if os.environ.get("CCL_PROCESS_LAUNCHER") == "none":  # then oneCCL asks here
+        place |= {"CCL_LOCAL_RANK": str(local_rank), "CCL_LOCAL_SIZE": str(num_local)}
+    return {**own, **variables, **place}
+
+
+def coordinator() -> tuple[str, int, str]:
+    """Returns address and port of the job's coordinator, and the token. Raises ConfigError outside of a job's agent."""
+    host, _, port = os.environ.get(COORDINATOR, "").rpartition(":")
+    if not port.isdecimal() or not os.environ.get(JOB_TOKEN):
+        raise ConfigError(f"{COORDINATOR} and {JOB_TOKEN} are not set; `optimus launch` starts the agents of a job")
+    return host, int(port), os.environ[JOB_TOKEN]
+
+
+def agent_place() -> dict[str, str | int | None]:
+    """Returns which process of which start this agent is, as mpiexec or srun number them, and the node's SLURM name."""
+    return {
+        "starter": _integer(os.environ, STARTER),
+        "number": _integer(os.environ, *_PROCESS_NUMBER),
+        "name": os.environ.get("SLURMD_NODENAME"),
+    }
+
+
 def import_path() -> dict[str, str]:
     """Returns the variable with which a process that this one starts finds the same modules."""
     return {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -166,6 +207,12 @@ def import_path() -> dict[str, str]:
 def rendezvous_token() -> str | None:
     """Returns the secret under which the ranks of this run meet; None where the launcher gave none."""
     return os.environ.get(RENDEZVOUS_TOKEN) or None
+
+
+def attempt() -> tuple[str, int] | None:
+    """Returns the launch and the number of the attempt that this rank belongs to; None without agents."""
+    launch, _, number = os.environ.get(ATTEMPT, "").rpartition(":")
+    return (launch, int(number)) if launch and number.isdecimal() else None
 
 
 def agent_folder() -> Path | None:
@@ -252,6 +299,11 @@ def tiles_file() -> Path:
 def node_name() -> str:
     """Returns a name that is unique to this machine; the host name is not, where every node is called ``localhost``."""
     return f"{socket.gethostname()} {boot_id()}"
+
+
+def short_host_name() -> str:
+    """Returns the name of this machine without its domain."""
+    return socket.gethostname().split(".", maxsplit=1)[0]
 
 
 def boot_id() -> str:

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from megatron.optimus.checkpoint import run_lock
 from megatron.optimus.checkpoint.errors import CheckpointError
 from megatron.optimus.checkpoint.run_lock import LOCK_NAME, RunLock
 from tests.helpers import _CONTEXT
@@ -72,6 +73,28 @@ def test_another_machines_lock_without_a_heartbeat_is_taken_after_the_timeout(tm
     lock = RunLock(tmp_path, **_QUICK)
     assert time.monotonic() - started >= _QUICK["timeout_s"]
     assert "taking over from process 1 on elsewhere" in caplog.text
+    lock.release()
+
+
+@pytest.mark.parametrize(
+    ("attempt", "is_taken"),
+    [(["L", 2], True), (["L", 3], False), (["K", 2], False), (["L"], False), (["L", "2"], False), ("L2", False)],
+)
+def test_the_lock_of_an_earlier_attempt_of_this_launch_is_not_watched(tmp_path, monkeypatch, attempt, is_taken):
+    """Its node was lost, and the launcher has started the ranks again elsewhere."""
+
+    def watch(seconds):
+        raise TimeoutError
+
+    monkeypatch.setenv("OPTIMUS_ATTEMPT", "L:3")
+    monkeypatch.setattr(run_lock.time, "sleep", watch)
+    foreign(tmp_path, attempt=attempt)
+    if not is_taken:
+        with pytest.raises(TimeoutError):
+            RunLock(tmp_path, heartbeat_s=0.05, timeout_s=30)
+        return
+    lock = RunLock(tmp_path, **_QUICK)
+    assert json.loads((tmp_path / LOCK_NAME).read_text())["attempt"] == ["L", 3]
     lock.release()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,24 @@ def test_without_evidence_nodes_stay_once_and_suspects_do_not_come_back() -> Non
     before = list(nodes.hosts)
     nodes.after_failure([], ())
     assert nodes.hosts == before
+
+
+def test_what_agents_say_is_not_guessed_about(tmp_path: Path) -> None:
+    """A node without its agent is lost. One where ranks fail twice in a row is exchanged, and no other in its place."""
+    record = tmp_path / FILE_NAME
+    nodes = NodePool([*HOSTS, "x8.a.b", "x9.a.b"], 8, 1, record)
+    survivors = {rank for rank in range(8) if rank != 4}
+    assert nodes.after_failure([], survivors, where="x1.a.b") == "on node x1.a.b; the nodes stay"  # x4 was only slower
+    assert nodes.after_failure([], (), where="x2.a.b") == "on node x2.a.b; the nodes stay"
+    assert nodes.after_failure([], (), where="x2.a.b") == (
+        "again on node x2.a.b: x2.a.b is exchanged for x8.a.b on suspicion"
+    )
+    found = nodes.after_failure([], (), {"x5.a.b": "its agent is gone"})
+    assert found == "lost nodes: x5.a.b (its agent is gone)" and '"x5"' in record.read_text()
+    assert nodes.hosts[2] == "x8.a.b" and nodes.hosts[5] == "x9.a.b" and nodes.spares == []
+    other = NodePool([*HOSTS, "x8.a.b", "x9.a.b"], 8, 1, record)  # of another coordinator
+    other.restore(json.loads(json.dumps(nodes.state())))
+    assert (other.hosts, other.spares, other.state()) == (nodes.hosts, [], nodes.state())
 
 
 def test_a_damaged_list_of_bad_nodes_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

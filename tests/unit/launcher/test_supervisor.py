@@ -201,7 +201,7 @@ def test_ranks_are_asked_to_leave_where_more_nodes_can_be_used(
     starter: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That is no failure: it does not count as a restart, and the launcher was not asked to stop."""
-    monkeypatch.setattr(supervisor, "_GROWTH_SECONDS", 0.05)
+    monkeypatch.setattr(supervisor, "GROWTH_SECONDS", 0.05)
     metrics, answers = tmp_path / "metrics.jsonl", iter([False, True])
     nodes = NodePool(["x1", "x2"], 2, 1, fit=lambda count: count, listed=lambda: ["x1", "x2"])
     nodes.after_failure(["x2: shepherd died from signal 9"], ())
