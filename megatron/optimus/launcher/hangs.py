@@ -65,6 +65,7 @@ class Look:
 
     @property
     def hangs(self) -> bool:
+        """Whether any rank is stopped for too long or late."""
         return bool(self.stopped or self.late)
 
 

@@ -45,9 +45,11 @@ class AgentLink:
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
     def fileno(self) -> int:
+        """File descriptor of the connection, for ``select``."""
         return self._socket.fileno()
 
     def close(self) -> None:
+        """Closes the connection."""
         self._socket.close()
 
     def send(self, message: dict[str, Any]) -> None:
