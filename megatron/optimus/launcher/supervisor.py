@@ -172,7 +172,7 @@ class StepMonitor:
         self.has_trained = False
 
     def update(self) -> None:
-        """Looks at the file."""
+        """Looks at the file of metrics. Call it often."""
         size = self._size_now()
         self.has_trained |= size > self.size
         self.size = size
