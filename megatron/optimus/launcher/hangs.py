@@ -65,7 +65,7 @@ class Look:
 
     @property
     def hangs(self) -> bool:
-        """Whether any rank is stopped for too long or late."""
+        """Whether a rank of this machine hangs, as far as this machine can tell."""
         return bool(self.stopped or self.late)
 
 

@@ -172,7 +172,7 @@ class StepMonitor:
         self.has_trained = False
 
     def update(self) -> None:
-        """Sets ``has_trained`` if the file has grown since the last update."""
+        """Looks at the file of metrics. Call it often."""
         size = self._size_now()
         self.has_trained |= size > self.size
         self.size = size

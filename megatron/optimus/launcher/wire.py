@@ -45,11 +45,11 @@ class AgentLink:
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
     def fileno(self) -> int:
-        """File descriptor of the connection, for ``select``."""
+        """The socket's descriptor, which ``select`` and ``poll`` ask for."""
         return self._socket.fileno()
 
     def close(self) -> None:
-        """Closes the connection."""
+        """Ends the connection; the other end reads its end."""
         self._socket.close()
 
     def send(self, message: dict[str, Any]) -> None:

@@ -31,15 +31,24 @@ def project_in(x: Tensor, layers: Sequence[nn.Linear]) -> list[Tensor]:
 
 def _is_product(layer: nn.Linear) -> bool:
     """Whether calling the layer multiplies by its weight and does nothing else."""
-    hooks = layer._forward_hooks or layer._backward_hooks or layer._backward_pre_hooks
-    return type(layer) is nn.Linear and layer.bias is None and not hooks
+    after = layer._forward_hooks or layer._backward_hooks or layer._backward_pre_hooks
+    is_hooked = bool(after or layer._forward_pre_hooks_with_kwargs)
+    return type(layer) is nn.Linear and layer.bias is None and not is_hooked
 
 
 def call_pre_hooks(x: Tensor, layers: Sequence[nn.Linear]) -> None:
-    """Calls what waits for the weights of layers that are used without being called (the optimizer's gather)."""
+    """Calls what waits for the weights of layers that are used without being called (the optimizer's gather).
+
+    Raises:
+        RuntimeError: a hook returns another input, which the layers do not share.
+    """
     for layer in () if torch.compiler.is_compiling() else layers:
         for hook in [*layer._forward_pre_hooks.values()]:
-            hook(layer, (x,))
+            if hook(layer, (x,)) is not None:
+                raise RuntimeError(
+                    f"a forward pre-hook of one of {len(layers)} projections of the same input returned another input; "
+                    "change it before the attention or MLP, in a hook of that module"
+                )
 
 
 def project_out(x: Tensor, layer: nn.Linear) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -30,5 +31,9 @@ def test_projections_wait_for_their_weights_and_keep_hooks() -> None:
     torch.testing.assert_close(2 * gate, up)
     for wait in waits:
         wait.remove()
+    doubles = mlp.gate_proj.register_forward_pre_hook(lambda layer, args: (2 * args[0],))
+    with pytest.raises(RuntimeError, match="one of 2 projections of the same input returned another input"):
+        project_in(x, layers)
+    doubles.remove()
     mlp.up_proj.register_forward_hook(lambda layer, args, output: output + 1)
     torch.testing.assert_close(project_in(x, layers)[1], up + 1)
