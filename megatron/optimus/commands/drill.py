@@ -387,7 +387,8 @@ def _join(options: argparse.Namespace) -> int:
     """Writes the tables of earlier drills as one; returns the exit code. Their rounds are counted on."""
     outcomes: list[Outcome] = []
     rounds = seconds = 0
-    commands = []
+    commands, load = [], 0.0
+    facts: dict[str, Any] = {}  # of the machines that the drills ran on, which may be another one
     for folder in options.join:
         path = folder / "drill.json" if folder.is_dir() else folder
         try:
@@ -400,6 +401,8 @@ def _join(options: argparse.Namespace) -> int:
             for one in found:
                 one.round += rounds
             rounds, seconds = rounds + part["rounds"], seconds + part["seconds"]
+            facts, load = {key: part[key] for key in ("ranks", "cores", "steps")}, max(load, part["load"])
+            facts["device"] = part.get("device", "cpu")
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"--join: {path} is not the drill.json of a drill: {error}") from error
         outcomes += found
@@ -407,15 +410,17 @@ def _join(options: argparse.Namespace) -> int:
         repeated = next(one for one in commands if commands.count(one) > 1)
         raise ConfigError(f"--join: two parts have the same command, and so the same faults: {repeated}")
     options.out.mkdir(parents=True, exist_ok=True)
-    _write(options, outcomes, rounds=rounds, seconds=seconds, parts=commands)
+    options.words = [Path(word).name if Path(word) in options.join else word for word in options.words]
+    _write(options, outcomes, **facts, load=load, rounds=rounds, seconds=seconds, parts=commands)
     print(_table(outcomes))
     return int(any(one.broken for one in outcomes))
 
 
 def _write(options: argparse.Namespace, outcomes: Sequence[Outcome], **numbers: Any) -> None:
     """Writes drill.md and drill.json."""
+    words = ("DIR" if word == str(options.given_out) else word for word in options.words)
     about = {
-        "command": " ".join(["optimus drill", *options.words]).replace(str(options.given_out), "DIR"),
+        "command": " ".join(["optimus drill", *words]),
         "device": options.device.value,
         "ranks": options.ranks,
         "cores": os.cpu_count(),

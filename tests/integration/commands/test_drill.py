@@ -79,6 +79,7 @@ def test_parts_are_joined(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         fault |= {"round": 1, "steps_lost": 0, "identical": not broken, "broken": broken}
         (tmp_path / str(seed)).mkdir()
         found = {"command": f"optimus drill --seed {seed}", "rounds": 2, "seconds": 10, "faults": [fault]}
+        found |= {"ranks": 8, "cores": 640, "steps": 50, "load": float(seed)}
         (tmp_path / str(seed) / "drill.json").write_text(json.dumps(found))
         return str(tmp_path / str(seed))
 
@@ -86,6 +87,13 @@ def test_parts_are_joined(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert drill.main(["--join", first, second, "--out", str(out)]) == 1
     found = json.loads((out / "drill.json").read_text())
     assert [one["round"] for one in found["faults"]] == [1, 3] and (found["rounds"], found["seconds"]) == (4, 20)
+    # Of the machine that the drills ran on.
+    assert (found["ranks"], found["cores"], found["load"], found["command"]) == (
+        8,
+        640,
+        3.0,
+        "optimus drill --join 1 3 --out DIR",
+    )
     text = (out / "drill.md").read_text()
     assert "| SIGKILL of a rank in a step | 2 | 2 (3) | 2 | 2: 3 (4) | 0 (0) | 1 |" in text
     assert "kill in round 3: no new step" in text
