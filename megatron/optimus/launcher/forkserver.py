@@ -37,9 +37,7 @@ from megatron.optimus.platform.process_exit import run_program
 logger = logging.getLogger("optimus")
 
 _MODULES = (PROGRAM, "megatron.optimus.training.trainer", "megatron.optimus.training.evaluate")
-# What a process that has initialised CUDA or Level Zero holds open. NVML, which DeepSpeed's import initialises, opens
-# /dev/nvidiactl; a process forked after that can still initialise CUDA.
-_DEVICES = ("/dev/nvidia-uvm", "/dev/dri/")
+_DEVICES = ("/dev/nvidia", "/dev/dri/")  # what a process that has initialised CUDA or Level Zero holds open
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
