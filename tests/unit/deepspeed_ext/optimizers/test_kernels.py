@@ -68,9 +68,12 @@ def test_a_step_never_waits_for_the_device() -> None:
 def test_triton_kernels_under_the_interpreter() -> None:
     """Runs where triton is installed, also in a folder "triton" of the environment."""
     env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{Path(sys.prefix) / 'triton'}"}
-    probe = subprocess.run([sys.executable, "-c", "import triton"], env=env, capture_output=True, check=False)
+    words = [sys.executable, "-c", "import triton; print(triton.__version__)"]
+    probe = subprocess.run(words, env=env, capture_output=True, text=True, check=False)
     if probe.returncode:
         pytest.skip("triton is not installed")
+    if tuple(map(int, probe.stdout.split(".")[:2])) < (3, 5):  # of torch 2.8; compiled kernels are not concerned
+        pytest.skip("this Triton's interpreter takes no loop that begins at a program's number, with numpy 2.4")
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", PROGRAM], env=env, cwd=ROOT, capture_output=True, text=True, check=False
     )
