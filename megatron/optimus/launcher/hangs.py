@@ -205,6 +205,8 @@ class HangWatch:
             _signal(ranks[rank], heartbeat.STACK_SIGNAL)
             _signal(ranks[rank], signal.SIGCONT)
         _wait_until_written([paths[rank] for rank in stopped])
+        for rank in stopped:  # ranks of other nodes are not stopped
+            _signal(ranks[rank], signal.SIGSTOP)
         return {rank: _text(paths[rank]) if rank in asked else "" for rank in ranks}
 
 
@@ -252,7 +254,7 @@ def _wait_until_written(paths: list[Path]) -> None:
     """Waits until every rank has written its stacks, which have no mark at their end, or for some seconds."""
     deadline, before = time.monotonic() + _STACK_SECONDS, [""] * len(paths)
     while time.monotonic() < deadline:
-        time.sleep(0.1)
+        time.sleep(0.03)
         texts = [_text(path) for path in paths]
         if all("hread 0x" in text for text in texts) and texts == before:
             return

@@ -105,8 +105,8 @@ def test_a_stopped_rank_is_named_and_not_those_that_wait(tmp_path: Path, short_l
         assert not watch.poll(ranks.pids)
         os.kill(ranks.pids[0], signal.SIGSTOP)
         text = ranks.found(watch)
-        # The stopped one has gone on to write its stack: without the other the run cannot.
-        assert [hangs._state(pid) for pid in ranks.pids] == ["S", "T"]
+        # The stopped one went on to write its stack: neither it nor the other goes on with the run.
+        assert [hangs._state(pid) for pid in ranks.pids] == ["T", "T"]
     finally:
         ranks.close()
     assert text.startswith(f"rank 0 (process {ranks.pids[0]}): stopped by a signal (SIGSTOP) for ")
