@@ -1,6 +1,7 @@
 """A folder of checkpoints that is full, broken, not writable or gone, on real ranks that go on training."""
 
 import errno
+import logging
 import os
 import shutil
 import subprocess
@@ -70,8 +71,19 @@ def _train(rank, world, folder, root, faults, iters, minutes="1", options=()):
     seeding.seed_all(config.training.seed)
     trainer = Trainer(RunContext.of(config, Mesh(config.parallel, rank=rank, world_size=world), torch.device("cpu")))
     checkpoints, after_step, undo = trainer.checkpoints, trainer.checkpoints.after_step, []
-    alerts = []
-    checkpoints.alerts = type("Sent", (), {"send": lambda self, *alert, is_logged: alerts.append(alert)})()
+    alerts, lines = [], []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("optimus").addHandler(handler)
+
+    class Sent:
+        def send(self, *alert, is_logged):
+            assert is_logged and (
+                rank > 0 or alert[2] in lines[-1]
+            )  # every attempt has its line, alerts are one a minute
+            alerts.append(alert)
+
+    checkpoints.alerts = Sent()
 
     def with_faults(step, consumed_samples, *, is_exiting):
         if step % 2 == 0:
