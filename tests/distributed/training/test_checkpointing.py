@@ -78,9 +78,7 @@ def _train(rank, world, folder, root, faults, iters, minutes="1", options=()):
 
     class Sent:
         def send(self, *alert, is_logged):
-            assert is_logged and (
-                rank > 0 or alert[2] in lines[-1]
-            )  # every attempt has its line, alerts are one a minute
+            assert is_logged and (rank > 0 or alert[2] in lines[-1])  # alerts are one a minute, lines are not
             alerts.append(alert)
 
     checkpoints.alerts = Sent()
