@@ -1,9 +1,10 @@
-"""Step time of small models with and without CUDA graphs (--cuda-graphs), by turns in one process on one GPU.
+"""Step time of small models with and without CUDA graphs (--cuda-graphs), by turns on one GPU.
 
     python benchmarks/cuda_graphs.py --out cuda_graphs_h100.json
 
 Each case is the training program's model, engine and step (training_step.py), in bf16, on random tokens. A time is that
-between two marks on the device's stream. ``graphs`` is the memory that recording took beyond the engine's steps.
+between two marks on the device's stream; host is what queuing a step takes. GiB is what the allocator holds after steps
+through the engine, and after recording. Each case has a process of its own.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import argparse
 import json
 import os
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from itertools import pairwise
@@ -92,11 +95,11 @@ def measure(words: list[str], device: torch.device) -> dict[str, Any]:
     return found
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=list(CASES), default=list(CASES))
-    parser.add_argument("--out", help="file for the raw result")
-    args = parser.parse_args()
+def row_of(model: str, case: tuple[int, int, int, str]) -> dict[str, Any]:
+    """One case in this process: times and memory, or the error."""
+    size, length, count, words = case
+    given = f"{words} --seq-length {length} --micro-batch-size {size} --global-batch-size {size * count}"
+    row: dict[str, Any] = {"model": model, "micro_batches": f"{count} x {size} x {length}", "words": given}
     os.environ.update(environment.for_local_rank(0, 1, environment.free_port()))
     device = torch.device("cuda", 0)
     devices.set_device(device)
@@ -104,33 +107,51 @@ def main() -> int:
     from megatron.optimus.training.engine import init_engine, shutdown_engine
 
     init_engine(dist.default_pg_timeout)
-    report = {"command": " ".join(sys.argv), "commit": commit(), "torch": torch.__version__, "rows": []}
-    report["device"] = devices.device_name(device)
-    print(
-        "| model | micro-batch | engine, ms | graphs, ms | ratio | host, ms: engine, graphs | reserved, GiB: engine, graphs |"
-    )
-    print("|---|---|---|---|---|---|---|")
+    try:
+        row |= {"device": devices.device_name(device)} | measure(given.split(), device)
+    except Exception:
+        row["error"] = traceback.format_exc()[-2000:]
+    shutdown_engine()
+    return row
+
+
+def line(row: dict[str, Any]) -> str:
+    """A row of the table."""
+    if "error" in row:
+        return f"| {row['model']} | {row['micro_batches']} | failed: {row['error'].strip().splitlines()[-1][:200]} |"
+    engine, graphs = (statistics.median(row[kind]["ms"]) for kind in ("engine", "graphs"))
+    hosts = " | ".join(f"{statistics.median(row[kind]['host_ms']):.1f}" for kind in ("engine", "graphs"))
+    held = " | ".join(f"{row[name] / 2**30:.2f}" for name in ("reserved_engine", "reserved_graphs"))
+    times = f"{engine:.2f} | {graphs:.2f} | {engine / graphs:.2f}"
+    return f"| {row['model']} | {row['micro_batches']} | {times} | {hosts} | {held} |"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--out", help="file for the raw result")
+    parser.add_argument("--one", nargs=3, metavar=("MODEL", "NUMBER", "FILE"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one:
+        model, number, result = args.one
+        Path(result).write_text(json.dumps(row_of(model, CASES[model][int(number)])))
+        return 0
+    report: dict[str, Any] = {"command": " ".join(sys.argv), "commit": commit(), "torch": torch.__version__, "rows": []}
+    print("| model | micro-batches | engine, ms | graphs, ms | ratio | host, ms | with graphs | GiB | with graphs |")
+    print("|---|---|---|---|---|---|---|---|---|")
     for model in args.models:
-        for size, length, count, words in CASES[model]:
-            given = f"{words} --seq-length {length} --micro-batch-size {size} --global-batch-size {size * count}"
-            row = {"model": model, "micro_batch": f"{count} x {size} x {length}", "words": given}
-            try:
-                row |= measure(given.split(), device)
-                engine, graphs = (statistics.median(row[kind]["ms"]) for kind in ("engine", "graphs"))
-                hosts = ", ".join(f"{statistics.median(row[kind]['host_ms']):.1f}" for kind in ("engine", "graphs"))
-                held = ", ".join(f"{row[name] / 2**30:.2f}" for name in ("reserved_engine", "reserved_graphs"))
-                print(
-                    f"| {model} | {row['micro_batch']} | {engine:.2f} | {graphs:.2f} | {engine / graphs:.2f} | {hosts} | {held} |"
-                )
-            except Exception:
-                row["error"] = traceback.format_exc()[-2000:]
-                print(f"| {model} | {row['micro_batch']} | failed: {row['error'].strip().splitlines()[-1][:300]} |")
-            sys.stdout.flush()
-            report["rows"].append(row)
-            torch.cuda.empty_cache()
+        for number in range(len(CASES[model])):
+            with tempfile.TemporaryDirectory() as folder:
+                result = Path(folder) / "row.json"
+                command = [sys.executable, __file__, "--one", model, str(number), str(result)]
+                with (Path(folder) / "log").open("wb") as log:
+                    subprocess.run(command, stdout=log, stderr=log, check=False)
+                text = (Path(folder) / "log").read_text(errors="replace")[-2000:]
+                failed = {"model": model, "micro_batches": str(number), "error": text or "no output"}
+                report["rows"].append(json.loads(result.read_text()) if result.exists() else failed)
+            print(line(report["rows"][-1]), flush=True)
             if args.out:
                 Path(args.out).write_text(json.dumps(report, indent=1) + "\n")
-    shutdown_engine()
     return 0
 
 

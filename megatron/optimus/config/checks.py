@@ -609,7 +609,7 @@ def graphs_repeat_the_same_work(config: RunConfig, world_size: int) -> str | Non
             return f"cuda_graphs=True needs {name}={other}, this run has {name}={shown}; leave cuda_graphs out"
     if world_size > 1 and gradient_accumulation_steps(config, world_size) == 1:
         return (
-            f"cuda_graphs=True on {world_size} ranks leaves out the last micro-batch of a step, and a step has 1; use a "
+            f"cuda_graphs=True on {world_size} ranks leaves out a step's last micro-batch, and it has 1; use a "
             f"global_batch_size above {config.training.global_batch_size}, or leave cuda_graphs out"
         )
     return None

@@ -477,8 +477,8 @@ class TrainingConfig:
     )
     cuda_graphs: bool = option(
         False,
-        "replay forward and backward of a micro-batch as a CUDA graph: small models then do not wait for the host; with "
-        "several ranks all but the last micro-batch of a step",
+        "replay forward and backward of a micro-batch as a CUDA graph, so that small models do not wait for the host; "
+        "with several ranks all but the last micro-batch of a step",
     )
     norm_backend: KernelLibrary = option(
         KernelLibrary.OPTIMUS, "kernels of the decoder's norms, those of queries and keys apart; apex: its fused norms"

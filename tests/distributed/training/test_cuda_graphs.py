@@ -125,5 +125,7 @@ def test_replayed_micro_batches_give_the_same_bits(tmp_path: Path) -> None:
 def test_graphs_give_the_same_bits_on_a_gpu(tmp_path: Path) -> None:
     write_corpus(tmp_path / "counting")
     in_bf16 = "--params-dtype bf16 --deterministic"
-    cases = {"dense": f"{DENSE} {in_bf16}", "moe": in_bf16, "moe, fp32": "--deterministic"}
+    cases = {"dense": f"{DENSE} {in_bf16}", "moe": in_bf16}
     run_on_gpus(_compare, 1, str(tmp_path), cases, "cuda")
+    with pytest.raises(AssertionError, match=r"TrainingError: cuda_graphs=True: a micro-batch cannot be recorded \("):
+        run_on_gpus(_compare, 1, str(tmp_path), {"experts in fp32 wait for the host": ""}, "cuda")
