@@ -605,14 +605,21 @@ def graphs_repeat_the_same_work(config: RunConfig, world_size: int) -> str | Non
         allowed["moe_router_load_balancing_type"] = (LoadBalancing.GLOBAL_AUX_LOSS, LoadBalancing.AUX_LOSS)
     for name, (value, needed) in allowed.items():
         if value != needed:
-            shown, other = getattr(value, "value", value), getattr(needed, "value", needed)
-            return f"cuda_graphs=True needs {name}={other}, this run has {name}={shown}; leave cuda_graphs out"
+            text = f"cuda_graphs=True needs {name}={_shown(needed)}, this run has {name}={_shown(value)}"
+            return f"{text}; leave cuda_graphs out"
     if world_size > 1 and gradient_accumulation_steps(config, world_size) == 1:
         return (
             f"cuda_graphs=True on {world_size} ranks leaves out a step's last micro-batch, and it has 1; use a "
             f"global_batch_size above {config.training.global_batch_size}, or leave cuda_graphs out"
         )
     return None
+
+
+def _shown(value: object) -> str:
+    """A value as a command line has it."""
+    if isinstance(value, list):
+        return " ".join(map(_shown, value)) or "none"
+    return str(getattr(value, "value", value))
 
 
 RULES: list[Rule] = [

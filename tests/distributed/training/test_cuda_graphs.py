@@ -9,15 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from megatron.optimus.config.load import load
+from megatron.optimus.config.schema import ConfigError
 from megatron.optimus.context import RunContext
 from megatron.optimus.platform.device import DeviceGraph
 from megatron.optimus.platform.mesh import Mesh
+from megatron.optimus.training.cuda_graphs import MicroBatchGraphs, graphs_of
 from megatron.optimus.training.metrics import read_metrics
 from tests.helpers import run_distributed, run_on_gpus
 from tests.integration.conftest import TINY, write_corpus
@@ -69,7 +72,6 @@ class RepeatedWork(DeviceGraph):
 
 def _fit(rank: int, world: int, words: list[str], device: str, imitate: bool) -> list[torch.Tensor]:
     """Trains up to the exit interval or the end; the weights then."""
-    from megatron.optimus.training.cuda_graphs import MicroBatchGraphs
     from megatron.optimus.training.trainer import Trainer
 
     config = load(words).config
@@ -117,7 +119,18 @@ def _compare(rank: int, world: int, folder: str, cases: dict[str, str], device: 
 def test_replayed_micro_batches_give_the_same_bits(tmp_path: Path) -> None:
     write_corpus(tmp_path / "counting")
     run_distributed(_compare, 1, str(tmp_path), {"moe": ""})
-    run_distributed(_compare, 2, str(tmp_path), {"dense, two ranks": DENSE})
+    one_loss_a_rank = "--moe-router-load-balancing-type aux_loss"
+    run_distributed(_compare, 2, str(tmp_path), {"dense, two ranks": DENSE, "moe, two ranks": one_loss_a_rank})
+
+
+def test_a_cpu_has_no_graphs() -> None:
+    run = SimpleNamespace(
+        config=load([*TINY, "--data-path", "none", "--cuda-graphs"]).config, device=torch.device("cpu")
+    )
+    with pytest.raises(
+        ConfigError, match=r"^cuda_graphs=True needs device=cuda, this run has device=cpu; leave it out$"
+    ):
+        graphs_of(run, None)  # type: ignore[arg-type]
 
 
 @pytest.mark.gpu
