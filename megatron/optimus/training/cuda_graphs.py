@@ -35,7 +35,7 @@ WARM_UP = 2  # steps through the engine: kernels are compiled and tuned, and the
 RunMicroBatch = Callable[[Batch, "float | Tensor"], Tensor]
 
 
-class _Recording(NamedTuple):
+class _RecordedMicroBatch(NamedTuple):
     """A graph and what it leaves in its memory."""
 
     graph: devices.DeviceGraph
@@ -66,7 +66,7 @@ class MicroBatchGraphs:
         self._engine, self._ranks, self._graph_type = engine, ranks, graph_type or devices.DeviceGraph
         self._setting: Any = None  # what recorded kernels have as constants
         self._steps = 0  # that have begun with this setting
-        self._recordings: dict[bool, _Recording] = {}  # True: of a step's first micro-batch
+        self._recordings: dict[bool, _RecordedMicroBatch] = {}  # True: of a step's first micro-batch
         self._num_hooks = self._count_hooks()  # of the model itself
         self._batch: Batch | None = None  # the memory from which graphs read
         self._mean_labels: float | Tensor = 0.0
@@ -124,10 +124,10 @@ class MicroBatchGraphs:
         self._batch.labels_BS.copy_(batch.labels_BS)
         if self._batch.positions_BS is not None and batch.positions_BS is not None:
             self._batch.positions_BS.copy_(batch.positions_BS)
-        if isinstance(self._mean_labels, Tensor):
+        if isinstance(self._mean_labels, Tensor) and isinstance(mean_labels, Tensor):
             self._mean_labels.copy_(mean_labels)
 
-    def _record(self, through_engine: RunMicroBatch, is_first: bool) -> _Recording:
+    def _record(self, through_engine: RunMicroBatch, is_first: bool) -> _RecordedMicroBatch:
         """Records a micro-batch; afterwards the engine has counted it, and the device has not computed it."""
         assert self._batch is not None
         batch, graph = self._batch, self._graph_type(*(other.graph for other in self._recordings.values()))
@@ -149,4 +149,4 @@ class MicroBatchGraphs:
             raise TrainingError(f"cuda_graphs=True: a micro-batch cannot be recorded ({line}); leave it out") from error
         kind = "first micro-batch" if is_first else "later micro-batches"
         logger.info("cuda_graphs: the %s of a step from now on as one graph", kind)
-        return _Recording(graph, loss_sum, recorded, optimizer.held_gradients())
+        return _RecordedMicroBatch(graph, loss_sum, recorded, optimizer.held_gradients())

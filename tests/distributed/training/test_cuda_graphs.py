@@ -25,8 +25,8 @@ from megatron.optimus.training.metrics import read_metrics
 from tests.helpers import run_distributed, run_on_gpus
 from tests.integration.conftest import TINY, write_corpus
 
-STEPS, MICRO_BATCHES, WARM_UP = 8, 3, 2
-OPTIONS = f"--train-iters {STEPS} --eval-interval 4 --exit-interval 5 --split 7,3 --moe-router-enable-expert-bias"
+STEPS, MICRO_BATCHES, WARM_UP = 7, 3, 2
+OPTIONS = f"--train-iters {STEPS} --eval-interval 4 --save-interval 100 --split 7,3 --moe-router-enable-expert-bias"
 DENSE = "--num-experts 0 --ffn-hidden-size 48 --moe-router-enable-expert-bias false"
 KEYS = ("step", "lr", "loss", "grad_norm", "valid_loss", "aux_loss", "z_loss", "dropped_tokens", "expert_load_LE")
 
@@ -101,8 +101,9 @@ def _compare(rank: int, world: int, folder: str, cases: dict[str, str], device: 
             own = [*words, "--run-dir", f"{folder}/{name}-{kind}"]
             own += ["--cuda-graphs"] if device == "cuda" and kind == "graphs" else []
             replays = RepeatedWork.replays
-            for _ in range(2):  # the second one resumes
-                found[kind] = _fit(rank, world, own, device, kind == "graphs" and device == "cpu")
+            if kind == "graphs":  # saved after a replay, and resumed
+                _fit(rank, world, [*own, "--exit-interval", "4"], device, device == "cpu")
+            found[kind] = _fit(rank, world, own, device, kind == "graphs" and device == "cpu")
             if device == "cpu":
                 replayed = STEPS - 2 * WARM_UP  # either process begins with its warm-up
                 expected = replayed * (MICRO_BATCHES - (world > 1)) if kind == "graphs" else 0
@@ -120,7 +121,7 @@ def test_replayed_micro_batches_give_the_same_bits(tmp_path: Path) -> None:
     write_corpus(tmp_path / "counting")
     run_distributed(_compare, 1, str(tmp_path), {"moe": ""})
     one_loss_a_rank = "--moe-router-load-balancing-type aux_loss"
-    run_distributed(_compare, 2, str(tmp_path), {"dense, two ranks": DENSE, "moe, two ranks": one_loss_a_rank})
+    run_distributed(_compare, 2, str(tmp_path), {"moe, two ranks": one_loss_a_rank})
 
 
 def test_a_cpu_has_no_graphs() -> None:
