@@ -183,30 +183,24 @@ class WholeModel(Schedule):
         *,
         with_router_losses: bool = True,
     ) -> list[Tensor]:
-        loss_sums = []
-        set_micro_batches(self.engine, len(batches))
+        loss_sums, config = [], self.config
+
+        def run(batch: Batch, mean_labels: float | Tensor) -> Tensor:
+            output = self.engine(batch.tokens_BS, batch.labels_BS, batch.documents, batch.positions_BS)
+            loss = output.loss_sum / mean_labels
+            if with_router_losses:
+                loss = loss + config.moe_aux_loss_coeff * output.aux_loss + config.moe_z_loss_coeff * output.z_loss
+            self.engine.backward(loss)
+            return output.loss_sum.detach()
+
         # Without the routers' losses it is no training step, but a check or an estimate that no other step repeats.
-        graphs = self.graphs if with_router_losses else None
-        run = (
-            partial(self._run, with_router_losses=with_router_losses)
-            if graphs is None
-            else partial(graphs.run, self._run)
-        )
+        run_micro_batch = partial(self.graphs.run, run) if self.graphs is not None and with_router_losses else run
+        set_micro_batches(self.engine, len(batches))
         for index, batch in enumerate(batches):
             if index > 0:
                 self.engine.step()  # between micro-batches it only counts them
-            loss_sums.append(run(batch, mean_labels_per_micro_batch))
+            loss_sums.append(run_micro_batch(batch, mean_labels_per_micro_batch))
         return loss_sums
-
-    def _run(self, batch: Batch, mean_labels: float | Tensor, *, with_router_losses: bool = True) -> Tensor:
-        """Forward and backward of a micro-batch; returns its sum of losses."""
-        output = self.engine(batch.tokens_BS, batch.labels_BS, batch.documents, batch.positions_BS)
-        loss = output.loss_sum / mean_labels
-        if with_router_losses:
-            aux_coeff, z_coeff = self.config.moe_aux_loss_coeff, self.config.moe_z_loss_coeff
-            loss = loss + aux_coeff * output.aux_loss + z_coeff * output.z_loss
-        self.engine.backward(loss)
-        return output.loss_sum.detach()
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> list[Tensor]:
