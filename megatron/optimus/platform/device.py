@@ -399,8 +399,7 @@ class DeviceGraph:
     """Kernels of some work, recorded once and launched together: a CUDA graph.
 
     Args:
-        pool: of another graph, to share its memory: both must then be replayed one after the other, and what one
-            computes be read before the other runs. None: memory of its own.
+        pool: a graph that never runs at the same time, to share its memory; None: memory of its own.
     """
 
     def __init__(self, pool: DeviceGraph | None = None) -> None:

@@ -68,8 +68,7 @@ class MicroBatchGraphs:
         self._steps = 0  # that have begun with this setting
         self._recordings: dict[bool, _RecordedMicroBatch] = {}  # True: of a step's first micro-batch
         self._num_hooks = self._count_hooks()  # of the model itself
-        self._batch: Batch | None = None  # the memory from which graphs read
-        self._mean_labels: float | Tensor = 0.0
+        self._inputs: list[Any] = []  # tokens, labels, positions, mean labels: the memory from which graphs read
 
     def run(self, through_engine: RunMicroBatch, batch: Batch, mean_labels: float | Tensor) -> Tensor:
         """Forward and backward of the engine's next micro-batch.
@@ -90,8 +89,7 @@ class MicroBatchGraphs:
         constant = None if isinstance(mean_labels, Tensor) else mean_labels
         setting = (self._engine.gradient_accumulation_steps(), constant, shapes)
         if setting != self._setting:
-            self._setting, self._steps, self._recordings = setting, 0, {}
-            self._batch, self._mean_labels = None, mean_labels
+            self._setting, self._steps, self._recordings, self._inputs = setting, 0, {}, []
         self._steps += is_first
         if self._steps <= WARM_UP or self._must_not_replay(batch):
             return through_engine(batch, mean_labels)
@@ -115,27 +113,23 @@ class MicroBatchGraphs:
 
     def _copy_inputs(self, batch: Batch, mean_labels: float | Tensor) -> None:
         """Copies the inputs to the memory from which graphs read."""
-        if self._batch is None:
-            positions = None if batch.positions_BS is None else batch.positions_BS.clone()
-            self._batch = Batch(batch.tokens_BS.clone(), batch.labels_BS.clone(), positions_BS=positions)
-            self._mean_labels = mean_labels.clone() if isinstance(mean_labels, Tensor) else mean_labels
-            return
-        self._batch.tokens_BS.copy_(batch.tokens_BS)
-        self._batch.labels_BS.copy_(batch.labels_BS)
-        if self._batch.positions_BS is not None and batch.positions_BS is not None:
-            self._batch.positions_BS.copy_(batch.positions_BS)
-        if isinstance(self._mean_labels, Tensor) and isinstance(mean_labels, Tensor):
-            self._mean_labels.copy_(mean_labels)
+        given = (batch.tokens_BS, batch.labels_BS, batch.positions_BS, mean_labels)
+        if not self._inputs:
+            self._inputs = [part.clone() if isinstance(part, Tensor) else part for part in given]
+        for own, part in zip(self._inputs, given, strict=True):
+            if isinstance(own, Tensor) and isinstance(part, Tensor):
+                own.copy_(part)
 
     def _record(self, through_engine: RunMicroBatch, is_first: bool) -> _RecordedMicroBatch:
         """Records a micro-batch; afterwards the engine has counted it, and the device has not computed it."""
-        assert self._batch is not None
-        batch, graph = self._batch, self._graph_type(*(other.graph for other in self._recordings.values()))
+        tokens_BS, labels_BS, positions_BS, mean_labels = self._inputs
+        batch = Batch(tokens_BS, labels_BS, positions_BS=positions_BS)
+        graph = self._graph_type(next((other.graph for other in self._recordings.values()), None))
         recorder, optimizer = metrics.Recorder(self._ranks), self._engine.optimizer
 
         def work() -> tuple[Tensor, list[tuple[str, Tensor, metrics.Reduce, float]]]:
             with recorder.recording(), self._engine.no_sync():
-                loss_sum = through_engine(batch, self._mean_labels)
+                loss_sum = through_engine(batch, mean_labels)
             return loss_sum, recorder.recorded()
 
         optimizer.wait_for_params()  # recorded kernels cannot wait for an update that was queued before
