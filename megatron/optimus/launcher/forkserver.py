@@ -2,8 +2,9 @@
 
 The launcher starts one such server and keeps it over all attempts. Imports take seconds of CPU time a rank and, on a
 cluster, thousands of reads of a shared file system; a fork takes milliseconds. The server opens no device, starts no
-thread that a rank needs, and joins no process group: a rank that it forks is as good as a new interpreter. Where the
-imports have opened an accelerator after all, it says so and the launcher starts interpreters instead.
+thread that a rank needs, and joins no process group: a rank that it forks is as good as a new interpreter. DeepSpeed's
+import initialises NVML, which is closed before ranks are forked and opened in each. Where the imports have initialised
+an accelerator after all, it says so and the launcher starts interpreters instead.
 
 Launcher and server speak in lines of JSON over a socket, which is the server's standard input:
 
@@ -215,14 +216,25 @@ def _import_program(device: str) -> str:
 
     kind = device if device != Device.AUTO.value else devices.kind_without_opening()
     environment.set_default("DS_ACCELERATOR", kind)  # DeepSpeed chooses its accelerator when it is imported
+    environment.set_default("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # an import that asks whether there is a GPU
     for name in _MODULES[1:]:
         importlib.import_module(name)
     from megatron.optimus.training.engine import import_ahead
 
     import_ahead()
-    opened = [path for path in map(_target, os.listdir("/proc/self/fd")) if path.startswith(_DEVICES)]
+    devices.close_nvml()
     gc.freeze()  # a collection in a rank would copy the pages that all share
-    return f"the imports have opened {opened[0]}" if opened else ""
+    return _why_not_fork()
+
+
+def _why_not_fork() -> str:
+    """Why ranks must not be forked from this process, "" if they can be: an accelerator does not survive a fork."""
+    from megatron.optimus.platform import device as devices
+
+    opened = [path for path in map(_target, os.listdir("/proc/self/fd")) if path.startswith(_DEVICES)]
+    if opened:
+        return f"the imports have opened {opened[0]}"
+    return "the imports have initialised CUDA" if devices.is_cuda_initialized() else ""
 
 
 def _target(descriptor: str) -> str:
@@ -242,6 +254,7 @@ def _run_rank(request: dict[str, Any], server: int, handlers: dict[int, Any]) ->
         if request["cores"]:
             os.sched_setaffinity(0, request["cores"])
         environment.replace(request["env"])
+        importlib.import_module("megatron.optimus.platform.device").open_nvml()
         sys.argv[1:] = request["argv"]
         program = importlib.import_module(PROGRAM)  # as ``python -m`` of a new interpreter
         run_program(lambda: program.main(request["argv"]))

@@ -1,0 +1,60 @@
+"""When the fork server may fork ranks: imports have touched NVML (yes, once it is closed) or CUDA (never)."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# Stand-ins for the driver's libraries, which are found by the names they give themselves. NVML counts its users and
+# holds a file open while it has any.
+NVML = """
+#include <fcntl.h>
+#include <unistd.h>
+static int users = 0, file = -1;
+int nvmlInit_v2(void) { if (users++ == 0) file = open(DEVICE, O_RDONLY); return 0; }
+int nvmlShutdown(void) { if (users == 0) return 1; if (--users == 0) close(file); return 0; }
+"""
+CUDA = """
+static int is_initialized = 0;
+int cuInit(unsigned flags) { is_initialized = 1; return 0; }
+int cuDeviceGetCount(int *count) { if (!is_initialized) return 3; *count = 1; return 0; }
+"""
+PROGRAM = """
+import ctypes, os, sys
+from megatron.optimus.launcher import forkserver
+from megatron.optimus.platform import device
+device_file, nvml, cuda = sys.argv[1:]
+forkserver._DEVICES = (device_file,)
+say = lambda: print(forkserver._why_not_fork().replace(device_file, "DEVICE") or "may fork", flush=True)
+device.close_nvml(), device.open_nvml(), say()  # no such library: nothing happens
+nvml, cuda = ctypes.CDLL(nvml), ctypes.CDLL(cuda)
+say()
+nvml.nvmlInit_v2(), nvml.nvmlInit_v2(), say()  # two imports
+device.close_nvml(), say()
+if os.fork() == 0:
+    device.open_nvml(), say()
+    os._exit(0)
+os.wait()
+say()
+cuda.cuInit(0), say()
+"""
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler for the imitated driver")
+def test_ranks_are_forked_after_nvml_was_used_and_never_after_cuda(tmp_path: Path) -> None:
+    device = tmp_path / "nvidiactl"
+    device.touch()
+    words = [str(device)]
+    for name, source in (("libnvidia-ml.so.1", NVML), ("libcuda.so.1", CUDA)):
+        (tmp_path / "source.c").write_text(source)
+        words.append(str(tmp_path / name))
+        compiler = ["cc", "-shared", "-fPIC", f'-DDEVICE="{device}"', f"-Wl,-soname,{name}", "-o", words[-1]]
+        subprocess.run([*compiler, str(tmp_path / "source.c")], check=True)
+    done = subprocess.run([sys.executable, "-c", PROGRAM, *words], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    opened, initialized = "the imports have opened DEVICE", "the imports have initialised CUDA"
+    assert done.stdout.splitlines() == ["may fork", "may fork", opened, "may fork", opened, "may fork", initialized]
