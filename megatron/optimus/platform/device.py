@@ -117,6 +117,11 @@ def is_cuda_initialized() -> bool:
     return driver is not None and driver.cuDeviceGetCount(ctypes.byref(count)) != _CUDA_ERROR_NOT_INITIALIZED
 
 
+def computes(kind: str) -> bool:
+    """Whether the first device of a kind adds numbers in this process; initialises the device."""
+    return float(torch.ones(8, device=kind).sum()) == 8.0
+
+
 def _loaded_library(name: str) -> ctypes.CDLL | None:
     """A shared library that this process has loaded already; None where it has not."""
     try:

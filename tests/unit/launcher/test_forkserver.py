@@ -5,9 +5,15 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import cast
 
 import pytest
+
+from megatron.optimus.launcher import forkserver
+from megatron.optimus.launcher.agent import LocalAgent
+from megatron.optimus.platform import device, environment
 
 # Stand-ins for the driver's libraries, which are found by the names they give themselves. NVML counts its users and
 # holds a file open while it has any.
@@ -26,10 +32,11 @@ int cuDeviceGetCount(int *count) { if (!is_initialized) return 3; *count = 1; re
 PROGRAM = """
 import ctypes, os, sys
 from megatron.optimus.launcher import forkserver
-from megatron.optimus.platform import device
+from megatron.optimus.launcher.agent import LocalAgent
+from megatron.optimus.platform import device, environment
 device_file, nvml, cuda = sys.argv[1:]
 forkserver._DEVICES = (device_file,)
-say = lambda: print(forkserver._why_not_fork().replace(device_file, "DEVICE") or "may fork", flush=True)
+say = lambda: print(forkserver._why_not_fork("cpu").replace(device_file, "DEVICE") or "may fork", flush=True)
 device.close_nvml(), device.open_nvml(), say()  # no such library: nothing happens
 nvml, cuda = ctypes.CDLL(nvml), ctypes.CDLL(cuda)
 say()
@@ -54,7 +61,53 @@ def test_ranks_are_forked_after_nvml_was_used_and_never_after_cuda(tmp_path: Pat
         words.append(str(tmp_path / name))
         compiler = ["cc", "-shared", "-fPIC", f'-DDEVICE="{device}"', f"-Wl,-soname,{name}", "-o", words[-1]]
         subprocess.run([*compiler, str(tmp_path / "source.c")], check=True)
-    done = subprocess.run([sys.executable, "-c", PROGRAM, *words], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", PROGRAM, *words], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     opened, initialized = "the imports have opened DEVICE", "the imports have initialised CUDA"
     assert done.stdout.splitlines() == ["may fork", "may fork", opened, "may fork", opened, "may fork", initialized]
+
+
+def test_a_first_fork_has_to_compute_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(kind: str) -> bool:
+        raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
+
+    def hang(kind: str) -> bool:
+        time.sleep(60)
+        return True
+
+    monkeypatch.setattr(forkserver, "_PROBE_SECONDS", 0.3)
+    answers = []
+    for computes in (lambda kind: kind == "cuda", lambda kind: False, fail, hang):
+        monkeypatch.setattr(device, "computes", computes)
+        answers.append(forkserver._why_not_fork("cuda"))
+    assert answers == ["", *["a forked process could not compute on a cuda device"] * 3]
+
+
+def test_the_cpu_computes() -> None:
+    assert device.computes("cpu")
+
+
+def test_the_port_is_chosen_after_the_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs beside this one take ports for their connections in the seconds of the imports."""
+
+    class Server:
+        has_imported = False
+
+        def is_ready(self) -> bool:
+            self.has_imported = True
+            return False
+
+        def start(self, *words: object) -> None:
+            return None
+
+        def close(self) -> None:
+            pass
+
+    server, found = Server(), []
+    choose = environment.rendezvous_port
+    monkeypatch.setattr(environment, "rendezvous_port", lambda: found.append(server.has_imported) or choose())
+    # Not one of those that the system gives to connections.
+    rank = "import os; assert 20000 <= int(os.environ['MASTER_PORT']) < 30000"
+    with LocalAgent([sys.executable, "-c", rank], 2, fork_server=cast("forkserver.ForkServer", server)) as agent:
+        assert agent.run().code == 0
+    assert found == [True]
