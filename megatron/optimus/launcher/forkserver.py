@@ -223,7 +223,6 @@ def _import_program(device: str) -> str:
     from megatron.optimus.training.engine import import_ahead
 
     import_ahead()
-    devices.close_nvml()
     gc.freeze()  # a collection in a rank would copy the pages that all share
     return _why_not_fork(kind)
 
@@ -232,6 +231,7 @@ def _why_not_fork(kind: str) -> str:
     """Why ranks that use devices of ``kind`` must not be forked from this process, "" if they can be."""
     from megatron.optimus.platform import device as devices
 
+    devices.close_nvml()
     opened = [path for path in map(_target, os.listdir("/proc/self/fd")) if path.startswith(_DEVICES)]
     if opened:
         return f"the imports have opened {opened[0]}"
