@@ -9,7 +9,7 @@ import random
 import re
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -197,10 +197,8 @@ def _kill_agent(target: Target) -> None:
     if not working:
         raise LaunchEnded
     agent = target.rng.choice(working)
-    variables = dict(
-        word.partition("=")[::2] for word in Path(f"/proc/{agent}/environ").read_text(errors="replace").split("\0")
-    )
-    target.begin([int(variables[environment.MEMORY_FOLDER].rpartition("-n")[2])])
+    memory = re.search(rf"{environment.MEMORY_FOLDER}=[^\0]*-n(\d+)", Path(f"/proc/{agent}/environ").read_text())
+    target.begin([int(memory[1])] if memory else [])
     os.kill(agent, signal.SIGKILL)
 
 
@@ -209,16 +207,14 @@ def _signal_coordinator(target: Target, number: int = signal.SIGKILL) -> None:
     os.kill(target.coordinator(), number)
 
 
-def _kill_coordinator_at_start(target: Target, before: Sequence[int] = ()) -> None:
-    target.wait(partial(target.is_starting, list(before)))
+def _kill_coordinator(target: Target, *, kills_rank: bool) -> None:
+    """SIGKILL while the ranks start: for the first time, or again after a rank was killed."""
+    before = target.ranks() if kills_rank else []
+    if kills_rank:
+        _signal(target, signal.SIGKILL)
+    target.wait(partial(target.is_starting, before))
     time.sleep(target.rng.uniform(0.0, 0.3))
     _signal_coordinator(target)
-
-
-def _kill_coordinator_in_recovery(target: Target) -> None:
-    before = target.ranks()
-    _signal(target, signal.SIGKILL)
-    _kill_coordinator_at_start(target, before)
 
 
 def _lose_nodes(target: Target, count: int = 1) -> None:
@@ -303,6 +299,7 @@ def _cut(target: Target) -> Callable[[], None]:
 _KILLED, _SAVE_FAILED = r"error: rank (\d+) ended with signal SIG(?:KILL|SEGV)", r"training goes on"
 _AGAIN = "restart from memory or disk, bit-identical, the rank is named"
 _ANOTHER, _TAKES_OVER = r"another one takes over", "another one takes over, nothing is restarted"
+_GOES_ON = "another coordinator goes on with the restart, bit-identical"
 FAULTS = {
     one.name: one
     for one in (
@@ -361,15 +358,15 @@ FAULTS = {
         ),
         Fault(
             *("coordinator-start", "SIGKILL of the coordinator before the first step", _TAKES_OVER),
-            *(_kill_coordinator_at_start, _ANOTHER),
+            *(partial(_kill_coordinator, kills_rank=False), _ANOTHER),
             restarts=False,
             names=False,
             at_start=True,
             needs_agents=True,
         ),
         Fault(
-            *("coordinator-recovery", "SIGKILL of a rank, and of the coordinator while the ranks start"),
-            *("another coordinator goes on with the restart, bit-identical", _kill_coordinator_in_recovery, _ANOTHER),
+            *("coordinator-recovery", "SIGKILL of a rank, and of the coordinator while the ranks start", _GOES_ON),
+            *(partial(_kill_coordinator, kills_rank=True), _ANOTHER),
             names=False,
             needs_agents=True,
         ),
