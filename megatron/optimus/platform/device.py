@@ -15,7 +15,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ from torch import Tensor
 from megatron.optimus.config.schema import ConfigError, Device, DistributedBackend
 from megatron.optimus.platform import environment, older_stacks
 from megatron.optimus.platform.environment import Launcher, RankEnvironment
+
+_Result = TypeVar("_Result")
 
 _BACKENDS = {
     "cuda": DistributedBackend.NCCL,
@@ -432,6 +434,33 @@ def set_cpu_threads(launch: RankEnvironment) -> int:
     threads = cores if is_bound else max(1, cores // launch.local_world_size)
     torch.set_num_threads(threads)
     return threads
+
+
+class DeviceGraph:
+    """Kernels of some work, recorded once and launched together: a CUDA graph.
+
+    Args:
+        pool: of another graph, to share its memory: both must then be replayed one after the other, and what one
+            computes be read before the other runs. None: memory of its own.
+    """
+
+    def __init__(self, pool: DeviceGraph | None = None) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        self._pool = None if pool is None else pool._graph.pool()
+
+    def record(self, work: Callable[[], _Result]) -> _Result:
+        """Runs the host's part of ``work`` and records its kernels without running them. Waits for the device.
+
+        Returns:
+            What ``work`` returned. Its tensors lie in the graph's memory: each replay writes them.
+        """
+        # thread_local: threads that read data or save a checkpoint may call what a recording thread must not.
+        with torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode="thread_local"):
+            return work()
+
+    def replay(self) -> None:
+        """Queues the recorded kernels, which read and write the memory that they did when they were recorded."""
+        self._graph.replay()
 
 
 def start_line(device: torch.device, backend: DistributedBackend, apex: Sequence[str] = ()) -> str:
