@@ -9,6 +9,7 @@ docs/accelerators.md says which of them were run.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 import time
@@ -32,6 +33,8 @@ _BACKENDS = {
     "mps": DistributedBackend.GLOO,
 }
 _CCL_DEVICES = ("cpu", "xpu")  # those that the module oneccl_bindings_for_pytorch serves
+
+_CUDA_ERROR_NOT_INITIALIZED = 3  # of the driver: nobody has called cuInit
 
 # Dense peaks in FLOP/s of one device as torch counts devices, by part of its name; the first match counts.
 # NVIDIA, AMD: data sheets, without sparsity. Intel Max 1550: one tile (the unit under ZE_FLAT_DEVICE_HIERARCHY=FLAT) of
@@ -89,6 +92,44 @@ def kind_without_opening() -> str:
     if not environment.hides_cuda() and os.path.exists("/dev/nvidiactl" if torch.version.cuda else "/dev/kfd"):
         return "cuda" if torch.version.cuda or torch.version.hip else "cpu"
     return "xpu" if hasattr(torch, "xpu") and torch.xpu._is_compiled() and os.path.exists("/dev/dri") else "cpu"
+
+
+def close_nvml() -> None:
+    """Closes NVML, which imports initialise and which holds files of /dev/nvidia* open; CUDA is not touched.
+
+    Whoever uses NVML afterwards calls ``open_nvml`` first.
+    """
+    library = _loaded_library("libnvidia-ml.so.1")
+    while library is not None and library.nvmlShutdown() == 0:  # it counts its users
+        pass
+
+
+def open_nvml() -> None:
+    """Initialises NVML where this process has loaded it, for modules that did so before ``close_nvml``."""
+    if (library := _loaded_library("libnvidia-ml.so.1")) is not None:
+        library.nvmlInit_v2()
+
+
+def is_cuda_initialized() -> bool:
+    """Whether the CUDA driver is initialised in this process, by whomever; asks the driver and initialises nothing.
+
+    CUDA does not survive a fork from then on.
+    """
+    driver, count = _loaded_library("libcuda.so.1"), ctypes.c_int()
+    return driver is not None and driver.cuDeviceGetCount(ctypes.byref(count)) != _CUDA_ERROR_NOT_INITIALIZED
+
+
+def computes(kind: str) -> bool:
+    """Whether the first device of a kind adds numbers in this process; initialises the device."""
+    return float(torch.ones(8, device=kind).sum()) == 8.0
+
+
+def _loaded_library(name: str) -> ctypes.CDLL | None:
+    """A shared library that this process has loaded already; None where it has not."""
+    try:
+        return ctypes.CDLL(name, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+    except (OSError, AttributeError):  # not loaded; a system without such a flag
+        return None
 
 
 def device_for_rank(device: Device, local_rank: int) -> torch.device:
