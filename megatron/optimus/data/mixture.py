@@ -210,10 +210,6 @@ class Mixture:
             total += inside[:, None] * np.array(schedule.shares())
         return total
 
-    def shares(self) -> list[float]:
-        """Returns the share of each corpus in the first stage; the shares add up to 1."""
-        return self._schedules[0].shares()
-
     def plan(self, total_samples: int) -> list[CorpusPlan]:
         """Computes what a run of ``total_samples`` reads of each corpus."""
         tokens = [corpus.num_tokens for corpus in self.corpora]

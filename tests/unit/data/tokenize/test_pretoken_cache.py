@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron.optimus.data.tokenize import pretoken_cache
+from megatron.optimus.data.tokenize.pretoken_cache import SPLIT_PATTERNS, encodes_words_alone
 from megatron.optimus.data.tokenize.tokenizer import SentencePieceTokenizer
 
 TEXT = (
@@ -109,3 +110,46 @@ def test_sentencepiece_models_of_other_kinds_go_to_the_library(tmp_path: Path, o
     tokenizer = model(tmp_path, **options)
     assert tokenizer._cache is None
     check(tokenizer, [TEXT, "", " x"])
+
+
+GPT2: dict[str, Any] = {
+    "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True},
+    "model": {"type": "BPE"},
+    "normalizer": None,
+    "added_tokens": [{"special": True}],
+}
+
+
+def cutting(pattern: str, *, invert: bool = False) -> dict[str, Any]:
+    """A pre-tokenizer that cuts by an expression, as Llama 3's and Qwen's do."""
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": invert}
+    own = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
+    return {"type": "Sequence", "pretokenizers": [split, own]}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{}, {"normalizer": {"type": "NFC"}}, *({"pre_tokenizer": cutting(one)} for one in sorted(SPLIT_PATTERNS))],
+    ids=["GPT-2", "NFC", "Llama 3", "Qwen"],
+)
+def test_byte_level_bpes_with_known_expressions_encode_words_alone(change: dict[str, Any]) -> None:
+    assert encodes_words_alone(GPT2 | change)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"pre_tokenizer": None},
+        {"pre_tokenizer": GPT2["pre_tokenizer"] | {"add_prefix_space": True}},
+        {"pre_tokenizer": GPT2["pre_tokenizer"] | {"use_regex": False}},
+        {"pre_tokenizer": cutting(r"\w+")},
+        {"pre_tokenizer": cutting(min(SPLIT_PATTERNS), invert=True)},
+        {"model": {"type": "Unigram"}},
+        {"model": {"type": "BPE", "dropout": 0.1}},
+        {"normalizer": {"type": "Lowercase"}},
+        {"added_tokens": [{"special": True}, {"special": False}]},
+    ],
+    ids=str,
+)
+def test_other_tokenizers_may_join_words(change: dict[str, Any]) -> None:
+    assert not encodes_words_alone(GPT2 | change)
