@@ -403,13 +403,15 @@ def main() -> None:
     if not args.import_in_runs:
         import_everything(args.device)
     experiment = Experiment(args)
-    is_done = experiment.train(deadline)
-    for model in args.models:
-        print(f"\n{experiment.table(model)}", flush=True)
-    if args.out is not None:
-        args.out.write_text(json.dumps(experiment.to_json()) + "\n")
-    if args.picture is not None:
-        experiment.draw(args.picture)
+    try:
+        is_done = experiment.train(deadline)
+    finally:  # of a call that is ended too
+        for model in args.models:
+            print(f"\n{experiment.table(model)}", flush=True)
+        if args.out is not None:
+            args.out.write_text(json.dumps(experiment.to_json()) + "\n")
+        if args.picture is not None:
+            experiment.draw(args.picture)
     if not is_done:
         raise SystemExit("some runs are missing; the same command goes on with them")
 

@@ -2,8 +2,9 @@
 
     python benchmarks/fp8_layer.py
 
-Expert weights' gradients are added to fp32 buffers, as in training; weights are quantized in every call, as with one
-micro-batch a step. A time is the mean over --seconds of calls without a pause, the two precisions one after the other.
+Expert weights' gradients are added to fp32 buffers, as in training. Weights are quantized in every call, as with one
+micro-batch a step, and in the last columns once in eight calls, as with eight. A time is the mean over --seconds of
+calls without a pause, the precisions one after the other.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ LAYERS = {
     "mula-7b, T 32,768": (32768, 2048, 1024, 64, 8),
     "mula-100b, 36 of 144 experts, T 32,768, 4 slots a token here": (32768, 3072, 1536, 36, 4),
 }
+MICRO_BATCHES = 8
 PROJECTIONS = {"query, key, value": (2048, 3), "gate, up": (8192, 2)}  # width of one, how many; of 2,048 inputs
 
 
@@ -51,8 +53,19 @@ def seconds_of(call: Callable[[], object], seconds: float) -> float:
     return start.elapsed_time(end) / repeats / 1e3
 
 
+def in_a_step(call: Callable[[], object]) -> Callable[[], object]:
+    """Several calls between which weights are constant."""
+
+    def calls() -> None:
+        with fp8.constant_weights():
+            for _ in range(MICRO_BATCHES):
+                call()
+
+    return calls
+
+
 def expert_layer(tokens: int, width: int, inner: int, experts: int, topk: int, seconds: float) -> tuple[float, ...]:
-    """Seconds in bf16 and in float8, and the FLOPs of the products."""
+    """Seconds in bf16, in float8 and in float8 with constant weights, and the FLOPs of the products."""
 
     def made(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device="cuda", dtype=torch.bfloat16) * shape[-1] ** -0.5
@@ -73,6 +86,7 @@ def expert_layer(tokens: int, width: int, inner: int, experts: int, topk: int, s
         return both
 
     times = [seconds_of(call(layer), seconds) for layer in (ops.moe_mlp, fp8_experts.moe_mlp)]
+    times.append(seconds_of(in_a_step(call(fp8_experts.moe_mlp)), seconds) / MICRO_BATCHES)
     return *times, 3 * 2 * tokens * topk * 3 * width * inner
 
 
@@ -90,7 +104,9 @@ def projections(tokens: int, inner: int, count: int, seconds: float) -> tuple[fl
     def in_float8() -> object:
         return torch.autograd.grad(fp8.linear(x, weights), [x, *weights], grads)
 
-    return *(seconds_of(call, seconds) for call in (in_bf16, in_float8)), 3 * 2 * tokens * 2048 * inner * count
+    times = [seconds_of(call, seconds) for call in (in_bf16, in_float8)]
+    times.append(seconds_of(in_a_step(in_float8), seconds) / MICRO_BATCHES)
+    return *times, 3 * 2 * tokens * 2048 * inner * count
 
 
 def main() -> int:
@@ -100,12 +116,13 @@ def main() -> int:
     require_device(parser, "cuda")
     torch.manual_seed(0)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, commit {commit()}, {' '.join(sys.argv)}")
-    print("| | bf16 | float8 | ratio |\n|---|---|---|---|")
+    print("| | bf16 | float8 | ratio | weights quantized once in eight | ratio |\n|---|---|---|---|---|---|")
     rows = {name: expert_layer(*sizes, args.seconds) for name, sizes in LAYERS.items()}
     rows |= {f"{name}, T 32,768": projections(32768, *sizes, args.seconds) for name, sizes in PROJECTIONS.items()}
-    for name, (bf16, float8, flops) in rows.items():
-        cells = [f"{1e3 * t:.2f} ms, {flops / t / 1e12:.0f} TFLOP/s" for t in (bf16, float8)]
-        print(f"| {name} | {cells[0]} | {cells[1]} | {bf16 / float8:.3f} |", flush=True)
+    for name, (bf16, float8, constant, flops) in rows.items():
+        cells = [f"{1e3 * t:.2f} ms, {flops / t / 1e12:.0f} TFLOP/s" for t in (bf16, float8, constant)]
+        ratios = [f"{bf16 / t:.3f}" for t in (float8, constant)]
+        print(f"| {name} | {cells[0]} | {cells[1]} | {ratios[0]} | {cells[2]} | {ratios[1]} |", flush=True)
     return 0
 
 

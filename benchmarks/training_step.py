@@ -15,7 +15,7 @@ FLOPs are counted by megatron/optimus/config/costs.py for all. Systems, each in 
 ours                 the training program's model, engine, schedule and step with its defaults: bf16 parameters, fp32
                      master weights, moments and gradients in DeepSpeed's engine with the project's optimizer.
 ours-fp8             the same with --fp8 hybrid.
-torchtitan, torchtitan-autocast, olmo-core
+torchtitan, torchtitan-autocast, torchtitan-float8, olmo-core
                      see training_step_peers.py; they are compiled, ours is not.
 
 A time is that between two marks on the device's stream; steps are queued without waiting, as a training program does.

@@ -61,7 +61,9 @@ class TorchtitanParts:
     about: dict[str, Any]
 
 
-def torchtitan_parts(config: Any, device: torch.device, compiled: bool, autocast: bool = False) -> TorchtitanParts:
+def torchtitan_parts(
+    config: Any, device: torch.device, compiled: bool, autocast: bool = False, float8: bool = False
+) -> TorchtitanParts:
     """``config``: the project's, of one rank and one micro-batch."""
     from torchtitan.components.loss import build_cross_entropy_loss
     from torchtitan.components.optimizer import build_optimizers_with_moe_load_balancing
@@ -80,6 +82,8 @@ def torchtitan_parts(config: Any, device: torch.device, compiled: bool, autocast
     with torch.device("meta"):
         model = Qwen3Model(_qwen3(config, device))
     counted = count(model)
+    if float8:
+        _float8(model, device)
     if compiled:
         apply_compile(model, job.compile, ep_enabled=False)
     if not autocast:
@@ -96,13 +100,25 @@ def torchtitan_parts(config: Any, device: torch.device, compiled: bool, autocast
     precision = "fp32 parameters under autocast" if autocast else "FSDP2 over one rank, parameters cast to bf16"
     about = {"system_version": f"torchtitan {version('torchtitan')}", "precision": precision, "norm": "RMSNorm"}
     about |= {"optimizer": "torch AdamW, fused, on fp32 parameters"} | counted
+    if float8:
+        about["precision"] += f", float8 linear layers of torchao {version('torchao')}, one scale a matrix"
     clip = partial(clip_grad_norm_, params, CLIP, foreach=True)
     return TorchtitanParts(model, optimizers, build_cross_entropy_loss(job), clip, about)
 
 
-def torchtitan(config: Any, device: torch.device, compiled: bool, autocast: bool = False) -> Program:
+def _float8(model: nn.Module, device: torch.device) -> None:
+    """As torchtitan's converter does by default: all linear layers but the output layer, tensorwise dynamic scales."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    config = Float8LinearConfig(emulate=device.type == "cpu")
+    convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name != "output")
+
+
+def torchtitan(
+    config: Any, device: torch.device, compiled: bool, autocast: bool = False, float8: bool = False
+) -> Program:
     """``config``: the project's, of one rank and one micro-batch."""
-    parts = torchtitan_parts(config, device, compiled, autocast)
+    parts = torchtitan_parts(config, device, compiled, autocast, float8)
     tokens_BS, labels_BS = random_tokens(config, config.training.micro_batch_size, 0, device)
 
     def queue() -> Callable[[], float]:
@@ -161,6 +177,10 @@ def _make_fit_for_cpu() -> None:
 
 def torchtitan_autocast(config: Any, device: torch.device, compiled: bool) -> Program:
     return torchtitan(config, device, compiled, autocast=True)
+
+
+def torchtitan_float8(config: Any, device: torch.device, compiled: bool) -> Program:
+    return torchtitan(config, device, compiled, float8=True)
 
 
 # ---- OLMo-core
@@ -256,5 +276,6 @@ def _llama_like(config: Any) -> Any:
 PEERS: dict[str, Callable[[Any, torch.device, bool], Program]] = {
     "torchtitan": torchtitan,
     "torchtitan-autocast": torchtitan_autocast,
+    "torchtitan-float8": torchtitan_float8,
     "olmo-core": olmo_core,
 }
