@@ -17,7 +17,9 @@ from tests.ops.cases import CASES, make_inputs
 from tests.ops.sycl_device import WORK_SIZES, needs_sycl
 from tests.ops.targets import ROUTER_TARGETS
 
-SHAPES = [(0, 4, 2), (1, 4, 1), (37, 64, 8), (130, 72, 3), (5, 1, 1), (9, 6, 6), (300, 384, 8)]
+# Programs of the GPU kernel have 512 scores: of (22, 72, 3) five have four tokens, the last one two, and all 56 lanes
+# too many.
+SHAPES = [(0, 4, 2), (1, 4, 1), (37, 64, 8), (22, 72, 3), (5, 1, 1), (9, 6, 6), (300, 384, 8)]
 OPTIONS = list(itertools.product([False, True], repeat=3))
 each_target = pytest.mark.parametrize(("backend", "device"), ROUTER_TARGETS)
 
@@ -302,7 +304,7 @@ def test_expert_counts(backend: str, device: str, name: str, index_dtype: torch.
 
 
 @pytest.mark.parametrize(
-    "shape", [(1, 4, 1), (37, 64, 8), (130, 72, 3), (5, 2, 1), (3000, 6, 2), (300, 384, 8)], ids=str
+    "shape", [(1, 4, 1), (37, 64, 8), (130, 72, 3), (5, 2, 1), (3000, 6, 2), (40, 384, 8)], ids=str
 )
 @pytest.mark.parametrize("sigmoid", [False, True], ids=["softmax", "sigmoid"])
 @each_target
