@@ -75,10 +75,10 @@ class Run:
         if self.is_torchrun:
             program = ["-m", "torch.distributed.run", *restarts, "-m", "megatron.optimus.pretrain"]
         command = [sys.executable, *program, *words, "--run-dir", str(folder)]
+        # On an accelerator the launcher shares the cores: they pin and hash the copies of the state.
+        threads = {"OMP_NUM_THREADS": "1"} if "cpu" in words[words.index("--device") :][:2] else {}
         with (folder / "log").open("wb") as log:
-            self.process = subprocess.Popen(
-                command, cwd=ROOT, stdout=log, stderr=log, env={"OMP_NUM_THREADS": "1"} | os.environ
-            )
+            self.process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, env=threads | os.environ)
 
     def wait(self, condition: Callable[[list[dict[str, Any]]], Any]) -> Any:
         """Waits until the lines of metrics.jsonl fulfil the condition; returns what it found."""

@@ -5,9 +5,9 @@
 Nodes are processes of this machine with memory of their own (tests/integration/imitated_cluster.py); agents,
 coordinator and launcher are the real ones. A tiny MoE trains with a memory checkpoint every four steps and none on
 disk. In turns a rank gets SIGKILL, the coordinator does, and a whole node does and loses its memory; there is a spare
-for each. ``seconds`` end with the first line of metrics.jsonl of a step that had not been done before. Agents are
-forked from a process that has imported everything, so ``start_s`` is not that of a real job. Standard output is a line
-for each loss.
+for each. ``seconds`` end with the first line of metrics.jsonl of a step that had not been done before; ``phases_s`` are
+the parts of it. Agents are forked from a process that has imported everything, so ``start_s`` is not that of a real
+job. Standard output is a line for each loss.
 """
 
 from __future__ import annotations
@@ -55,8 +55,15 @@ def lose(job: ImitatedCluster, what: str, number: int) -> dict[str, Any]:
     seconds, first = new["wall_time"] - now, [s for s in job.steps() if "startup_s/total" in s][-1]
     found = {"what": what, "seconds": round(seconds, 2), "load": load}
     found["lost_steps"] = 0 if what == "coordinator" else int(last - first["step"] + 1)
+    phases = {}
+    if what != "coordinator":  # of rank 0: until its process begins; its start; steps that are done again
+        phases["until_ranks"] = first["wall_time"] - first["startup_s/total"] - now
+        phases |= {key[10:]: value for key, value in first.items() if key.startswith("startup_s/")}
+        phases["steps_again"] = new["wall_time"] - first["wall_time"]
+    found["phases_s"] = {key: round(value, 2) for key, value in phases.items()}
     print(
         f"{what} {number + 1}: {seconds:.2f} s to a new step, {found['lost_steps']} steps lost, load {load:.1f}",
+        found["phases_s"] or "",
         flush=True,
     )
     job.wait_until(lambda: job.steps()[-1]["step"] > new["step"] + 12)

@@ -4,6 +4,7 @@ import setuptools  # noqa: F401  # before anything imports distutils: setuptools
 
 # isort: split
 import contextlib
+import gc
 import os
 
 import pytest
@@ -32,3 +33,9 @@ def pytest_configure() -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.option.markexpr == "gpu":
         items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
+
+
+def pytest_collection_finish() -> None:
+    """Whatever was imported and collected stays: no garbage collection of a test has to look through it again."""
+    gc.collect()
+    gc.freeze()

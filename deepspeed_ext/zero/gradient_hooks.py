@@ -367,6 +367,17 @@ class GradientReducer:
         self.has_ended = True
         self._begin()
 
+    def held(self) -> list[set[ParamState]]:
+        """The parameters of which storage holds a gradient, by bucket in launch order."""
+        return [set(state.filled) for state in self._queue]
+
+    def count_replay(self, held: Sequence[set[ParamState]]) -> None:
+        """Counts a backward whose kernels have run without hooks; ``held``: of the same backward with hooks."""
+        for state, params in zip(self._queue, held, strict=True):
+            state.filled.update(params)
+        self._was_dirty = True
+        self._num_backwards += 1
+
     def end_interrupted(self) -> bool:
         """Ends a backward that an exception has interrupted, instead of ``end_backward``.
 

@@ -37,7 +37,7 @@ from deepspeed_ext.optimizers.elementwise import ElementwiseOptimizer
 from deepspeed_ext.optimizers.whole_tensors import TensorOptimizer, run_in_rounds
 from deepspeed_ext.versions import BaseOptimizer
 from deepspeed_ext.zero import deepspeed_api, gradient_noise, sharded_state
-from deepspeed_ext.zero.bucket import Bucket
+from deepspeed_ext.zero.bucket import Bucket, ParamState
 from deepspeed_ext.zero.deepspeed_api import DeepSpeedFiles
 from deepspeed_ext.zero.flat_buffer import FlatBuffer, build_flat_buffers, norm_groups
 from deepspeed_ext.zero.grad_scaling import NoLossScale, StepState, global_norm, summed_over, total_of_squares
@@ -296,6 +296,27 @@ class EPZeroOptimizer(DeepSpeedFiles, BaseOptimizer):
     def local_gradients(self) -> list[Tensor]:
         """Returns this rank's gradients since the last step where no reduction has begun (``hold_reductions``)."""
         return self._reducer.local_gradients()
+
+    def held_gradients(self) -> list[set[ParamState]]:
+        """Which parameters have gradients since the last step, for ``replay_backward``."""
+        return self._reducer.held()
+
+    def replay_backward(self, replay: Callable[[], None], held: list[set[ParamState]]) -> None:
+        """Runs recorded kernels of a forward and backward (a CUDA graph) and counts the backward, as no hook runs.
+
+        Stage 1, and a backward that is not reduced. If it was recorded as the first of a step, it overwrites gradients
+        and must be the first here too; else it adds to them.
+
+        Args:
+            replay: launches the kernels.
+            held: ``held_gradients()`` after they were recorded.
+        """
+        self.require_on_device("backward", "lp_params", "lp_grads")
+        self.end_interrupted_backward()
+        self.wait_for_params()
+        self.has_begun = True
+        replay()
+        self._reducer.count_replay(held)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops all gradients of the present step, reduced or not."""

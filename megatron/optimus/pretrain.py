@@ -67,8 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line.
 
     Returns the exit code: 0; 2 for an error of the user's, which one line explains, as it does 3 for a disk's, 4 for
-    one of the numbers and 5 for silent corruption (platform/exit_codes.py); 1 where another rank has ended, which one
-    line says too; 128 + n for signal n.
+    one of the numbers and 5 for silent corruption (platform/exit_codes.py); 1 where another rank has ended or the ranks
+    could not meet, which one line says too; 128 + n for signal n.
     """
     rank, met_others = 0, False
     try:
@@ -113,6 +113,8 @@ def _exit_code(error: BaseException) -> int:
         return exit_codes.INTEGRITY_ERROR
     if isinstance(error, NumericError):
         return exit_codes.NUMERIC_ERROR
+    if isinstance(error, process_groups.RendezvousError):
+        return 1
     is_storage = isinstance(error, SaveError) or getattr(error, FAILED_ERRNO, 0) in _STORAGE_ERRNOS
     return exit_codes.STORAGE_ERROR if is_storage else exit_codes.USER_ERROR
 

@@ -96,12 +96,16 @@ def test_ranks_nodes_and_the_coordinator_are_lost_and_the_run_ends_with_the_same
         wait_for_start(now)
         stopped = job.ranks("x4")[0]
         os.kill(stopped, signal.SIGSTOP)
+        os.kill(coordinator := job.coordinator(), signal.SIGSTOP)
+        job.wait_until(lambda: job.log.read_text().count("another one takes over") == 2)
+        assert not is_running(coordinator)  # it can do nothing any more, and the next one finds the hang
         assert job.process.wait(timeout=90) == 0, job.log.read_text()
     text = job.log.read_text()
     assert job.attempts == [["x0", "x1", "x2", "x3"]] * 2 + [["x0", "x1", "x4", "x3"]] * 2
     assert job.starts == [HOSTS]  # one mpiexec for all
     assert "error: rank 3 on node x1 ended with signal SIGKILL" in text
     assert "the coordinator ended with SIGKILL; another one takes over" in text
+    assert "the coordinator has been stopped (SIGSTOP) for 3 s: it is killed" in text
     assert "lost nodes: x2 (its agent is gone)" in text and '"x2"' in (run / FILE_NAME).read_text()
     assert f"rank 4 (process {stopped} on node x4): stopped by a signal (SIGSTOP) for 1" in text
     assert "; the other ranks wait in " in text

@@ -36,7 +36,8 @@ import numpy as np
 
 from megatron.optimus.checkpoint import CheckpointError
 from megatron.optimus.checkpoint.verify import compare
-from megatron.optimus.commands.drill_faults import FAULTS, Fault, LaunchEnded, Target, named
+from megatron.optimus.commands.drill_faults import FAULTS, Fault, LaunchEnded, Target, agents_of, named
+from megatron.optimus.commands.drill_nodes import make_job
 from megatron.optimus.config.load import Parser, whole_number
 from megatron.optimus.config.options import did_you_mean
 from megatron.optimus.config.schema import ConfigError, Device
@@ -75,12 +76,23 @@ class Outcome:
 
 
 class DrilledRun:
-    """A run under ``optimus launch``; the same command can be given again."""
+    """A run under ``optimus launch``; the same command can be given again.
 
-    def __init__(self, folder: Path, options: argparse.Namespace, data: Path, seed: str) -> None:
+    ``spares``: it is in a job of simulated nodes with agents, so many of which wait; None: on this machine without.
+    """
+
+    def __init__(
+        self, folder: Path, options: argparse.Namespace, data: Path, seed: str, spares: int | None = None
+    ) -> None:
         self.folder, self.log, self.hooks = folder, folder / "log", folder / "hooks"
         self.hooks.mkdir(parents=True)
-        words = ["--nproc-per-node", str(options.ranks), *_OPTIONS, "--device", options.device.value]
+        per_node, self._job = options.ranks, dict[str, str]()
+        words = [*_OPTIONS, "--device", options.device.value]
+        if spares is not None:
+            per_node //= options.nodes
+            self._job = make_job(folder / "job", options.nodes + spares)
+            words += ["--launcher", "mpiexec", "--mpi", "pals", "--nodes", str(options.nodes)]
+        words += ["--nproc-per-node", str(per_node)]
         words += [] if options.device is Device.CPU else _ON_DEVICE
         words += ["--train-iters", str(options.steps)]
         words += ["--global-batch-size", str(2 * options.ranks)]
@@ -94,7 +106,7 @@ class DrilledRun:
 
     def start(self) -> None:
         """Gives the command."""
-        env = environment.current() | {"OMP_NUM_THREADS": "1", environment.DRILL_FOLDER: str(self.hooks)}
+        env = environment.current() | {"OMP_NUM_THREADS": "1", environment.DRILL_FOLDER: str(self.hooks)} | self._job
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(self._command, stdout=log, stderr=log, env=env | environment.import_path())
         self.target.launcher = self.process.pid
@@ -121,7 +133,7 @@ class DrilledRun:
 
     def end(self) -> None:
         """Kills the launcher and its ranks."""
-        pids = self.target.ranks() if self.is_alive() else []
+        pids = [*self.target.ranks(), *agents_of(self.process.pid)] if self.is_alive() else []
         self.process.kill()
         self.process.wait()
         for pid in pids:
@@ -168,11 +180,15 @@ class Drill:
         """One run with these faults, compared with the undisturbed one."""
         self.rounds += 1
         seed = f"{self.options.seed}/{self.rounds}"
-        launch = DrilledRun(self.out / f"round-{self.rounds}", self.options, self.data, seed)
+        spares = sum(one.name == "agent" for one in faults) if faults[0].needs_agents else None
+        launch = DrilledRun(self.out / f"round-{self.rounds}", self.options, self.data, seed, spares)
         done: list[Outcome] = []
         try:
             for fault in sorted(faults, key=lambda one: not one.at_start):
                 if not self._wait_for_moment(launch, fault, bool(done)):
+                    if launch.process.poll():  # not by a fault
+                        done.append(Outcome(self.rounds, fault.name, launch.last_step(), []))
+                        done[-1].broken = self._how_it_ended(launch, "") + ", before the fault"
                     break  # too few steps are left: it comes in another round
                 done.append(self._inject(launch, fault))
                 self._show(done[-1])
@@ -221,7 +237,8 @@ class Drill:
             began = target.begun
             if not fault.restarts:
                 self._until(launch, lambda: launch.last_step() > before + 3, "no further step")
-                if self._started(launch, began):
+                is_again = self._started(launch, began) and not fault.at_start
+                if is_again or "; the next one starts" in launch.text(target.log_size):
                     raise TimeoutError("the ranks were started again")
                 if fault.name.startswith("disk"):
                     self._until(launch, lambda: target.newest_save() > saved, "no further checkpoint")
@@ -231,15 +248,19 @@ class Drill:
                 outcome.steps_lost = max(0, before - int(self._started(launch, began)[0]["step"]) + 1)
             outcome.recovered_s = round(time.time() - began, 2)
         except (LaunchEnded, TimeoutError, subprocess.TimeoutExpired) as error:
-            outcome.broken = str(error) or f"the launch ended with exit code {launch.process.poll()}"
-            errors = [line for line in launch.text(target.log_size).splitlines() if line.startswith("error")]
-            outcome.broken += f" after {errors[-1]!r}" if errors else ""
+            outcome.broken = self._how_it_ended(launch, str(error))
         finally:
             if undo is not None:
                 undo()
         if fault.names and not outcome.broken and outcome.named not in outcome.ranks:
             outcome.broken = f"rank {outcome.named} was named"
         return outcome
+
+    def _how_it_ended(self, launch: DrilledRun, what: str) -> str:
+        """What went wrong, with the last line of an error since the last fault."""
+        errors = [one for one in launch.text(launch.target.log_size).splitlines() if one.startswith("error")]
+        what = what or f"the launch ended with exit code {launch.process.poll()}"
+        return f"{what} after {errors[-1]!r}" if errors else what
 
     def _notice(self, launch: DrilledRun, fault: Fault, outcome: Outcome) -> None:
         """Waits until the log tells of the fault."""
@@ -331,7 +352,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     began, queue = time.monotonic(), _order(options)
     while queue and time.monotonic() - began < options.seconds:
-        together = queue[:1] if queue[0].alone else [one for one in queue if not one.alone][:PER_ROUND]
+        kind = queue[0].needs_agents
+        others = [one for one in queue if not one.alone and one.needs_agents == kind]
+        together = queue[:1] if queue[0].alone else others[:PER_ROUND]
         before = len(drill.outcomes)
         drill.run_round(together)
         for one in drill.outcomes[before:]:
@@ -454,7 +477,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     options.device = Device(options.device)
     is_cpu = options.device is Device.CPU
     options.steps = options.steps or (_STEPS if is_cpu else _STEPS_ON_DEVICE)
-    possible = [name for name, fault in FAULTS.items() if is_cpu or not fault.needs_tcp]
+    # Ranks of several simulated nodes would share one GPU.
+    possible = [name for name, fault in FAULTS.items() if is_cpu or not (fault.needs_tcp or fault.needs_agents)]
     names = possible if options.faults is None else options.faults.split(",")
     for name in names:
         if name not in FAULTS:

@@ -15,8 +15,8 @@ from functools import partial
 from pathlib import Path
 
 from megatron.optimus.checkpoint import commit
-from megatron.optimus.launcher.command import FORK_SERVER, PROGRAM
-from megatron.optimus.platform import heartbeat, memory_slots
+from megatron.optimus.launcher.command import AGENT, FORK_SERVER, PROGRAM
+from megatron.optimus.platform import environment, heartbeat, memory_slots
 
 _POLL_SECONDS = 0.002
 _LATE_SECONDS = 3.0  # of messages; a rank that is stopped for 10 s is replaced
@@ -51,29 +51,36 @@ class Target:
             time.sleep(_POLL_SECONDS)
 
     def ranks(self) -> list[int]:
-        """Process ids in rank order."""
+        """Process ids; in rank order where the launcher has no agents."""
         return ranks_of(self.launcher)
 
     def fork_server(self) -> int | None:
         """The process that the ranks are forked from; None where they are new interpreters."""
         return next((pid for pid in _fork_servers(self.launcher) if children(pid)), None)
 
-    def agent_folder(self) -> Path | None:
-        """The launcher's folder of heartbeats."""
-        with contextlib.suppress(OSError):
-            for link in Path(f"/proc/{self.launcher}/fd").iterdir():
-                path = Path(os.path.realpath(link))
-                if path.name == heartbeat.ALIVE:
-                    return path.parent
-        return None
+    def agent_folders(self) -> list[Path]:
+        """The folders of heartbeats: the launcher's, or those of its agents."""
+        opened = set()
+        for pid in (self.launcher, *agents_of(self.launcher)):
+            with contextlib.suppress(OSError):
+                opened |= {Path(os.path.realpath(link)) for link in Path(f"/proc/{pid}/fd").iterdir()}
+        return [path.parent for path in opened if path.name == heartbeat.ALIVE]
+
+    def coordinator(self) -> int:
+        """The process that the launcher has forked to coordinate its agents."""
+        found = [pid for pid in children(self.launcher) if _words(pid) == _words(self.launcher)]
+        if not found:
+            raise LaunchEnded
+        return found[0]
 
     def is_starting(self, before: list[int]) -> bool:
         """Whether all ranks are other processes than ``before`` and none has begun a step."""
-        folder, pids = self.agent_folder(), self.ranks()
-        if folder is None or len(pids) < self.num_ranks or set(pids) & set(before):
+        pids = self.ranks()
+        if len(pids) < self.num_ranks or set(pids) & set(before):
             return False
-        beats = [heartbeat.read(folder / f"rank-{rank}") for rank in range(self.num_ranks)]
-        return all(beat is not None and beat.step < 0 for beat in beats)
+        paths = [folder / f"rank-{rank}" for folder in self.agent_folders() for rank in range(self.num_ranks)]
+        beats = [heartbeat.read(path) for path in paths if path.exists()]
+        return len(beats) == self.num_ranks and all(beat is not None and beat.step < 0 for beat in beats)
 
     def is_writing(self) -> bool:
         """Whether a checkpoint is being written to disk."""
@@ -107,13 +114,18 @@ def children(pid: int) -> list[int]:
         return []
 
 
+def agents_of(launcher: int) -> list[int]:
+    """The agents of the nodes, which a launcher's mpiexec has started; none on one machine."""
+    return [agent for pid in children(launcher) for agent in children(pid) if AGENT in _words(agent)]
+
+
 def _fork_servers(launcher: int) -> list[int]:
-    """The processes of a launcher that fork its ranks: one, none where it has ended."""
-    return [pid for pid in children(launcher) if FORK_SERVER in _words(pid)]
+    """The processes of a launcher that fork its ranks: one a node, none where it has ended."""
+    return [pid for one in (launcher, *agents_of(launcher)) for pid in children(one) if FORK_SERVER in _words(pid)]
 
 
 def ranks_of(launcher: int) -> list[int]:
-    """The ranks in order: children of the launcher's fork server, or its own where they are new interpreters."""
+    """The ranks in order: children of the fork servers, or the launcher's own where they are new interpreters."""
     forked = [rank for server in _fork_servers(launcher) for rank in children(server)]
     return forked or [pid for pid in children(launcher) if PROGRAM in _words(pid)]
 
@@ -140,6 +152,7 @@ class Fault:
     by_command: bool = False  # the same command has to be given again
     alone: bool = False  # in a run of its own
     needs_tcp: bool = False  # between the ranks, as gloo has it; NCCL uses NVLink or shared memory inside a host
+    needs_agents: bool = False  # a launch with an agent on each simulated node (drill_nodes.py)
 
 
 def _signal(target: Target, number: int, count: int = 1) -> None:
@@ -178,14 +191,40 @@ def _kill_fork_server(target: Target) -> None:
     os.kill(server, signal.SIGKILL)
 
 
+def _kill_agent(target: Target) -> None:
+    """SIGKILL for the agent of a node with ranks, which die with it. The victim is the number of the node."""
+    working = [pid for pid in agents_of(target.launcher) if any(children(server) for server in children(pid))]
+    if not working:
+        raise LaunchEnded
+    agent = target.rng.choice(working)
+    memory = re.search(rf"{environment.MEMORY_FOLDER}=[^\0]*-n(\d+)", Path(f"/proc/{agent}/environ").read_text())
+    target.begin([int(memory[1])] if memory else [])
+    os.kill(agent, signal.SIGKILL)
+
+
+def _signal_coordinator(target: Target, number: int = signal.SIGKILL) -> None:
+    target.begin([])
+    os.kill(target.coordinator(), number)
+
+
+def _kill_coordinator(target: Target, *, kills_rank: bool) -> None:
+    """SIGKILL while the ranks start: for the first time, or again after a rank was killed."""
+    before = target.ranks() if kills_rank else []
+    if kills_rank:
+        _signal(target, signal.SIGKILL)
+    target.wait(partial(target.is_starting, before))
+    time.sleep(target.rng.uniform(0.0, 0.3))
+    _signal_coordinator(target)
+
+
 def _lose_nodes(target: Target, count: int = 1) -> None:
     """SIGKILL for the ranks of simulated nodes, and clears their memory. The launcher lives on."""
     size = target.ranks_per_node
     nodes = target.rng.sample(range(target.num_ranks // size), count)
     ranks = [node * size + place for node in sorted(nodes) for place in range(size)]
-    folder = target.agent_folder()
+    folders = target.agent_folders()
     target.send(signal.SIGKILL, ranks)
-    for path in [path for rank in ranks for path in sorted(folder.glob(f"memory/rank-{rank}.*"))] if folder else []:
+    for path in [path for of in folders for rank in ranks for path in sorted(of.glob(f"memory/rank-{rank}.*"))]:
         memory_slots.MemorySlot(path).clear()
 
 
@@ -259,6 +298,8 @@ def _cut(target: Target) -> Callable[[], None]:
 
 _KILLED, _SAVE_FAILED = r"error: rank (\d+) ended with signal SIG(?:KILL|SEGV)", r"training goes on"
 _AGAIN = "restart from memory or disk, bit-identical, the rank is named"
+_ANOTHER, _TAKES_OVER = r"another one takes over", "another one takes over, nothing is restarted"
+_GOES_ON = "another coordinator goes on with the restart, bit-identical"
 FAULTS = {
     one.name: one
     for one in (
@@ -296,6 +337,38 @@ FAULTS = {
                 "restart from disk, bit-identical, a rank is named",
             ),
             *(partial(_lose_nodes, count=2), _KILLED),
+        ),
+        Fault(
+            *("agent", "SIGKILL of a node's agent", "a spare takes over, bit-identical, the node is named"),
+            *(_kill_agent, r"error: lost n(\d+) "),
+            needs_agents=True,
+        ),
+        Fault(
+            *("coordinator", "SIGKILL of the coordinator", _TAKES_OVER, _signal_coordinator, _ANOTHER),
+            restarts=False,
+            names=False,
+            needs_agents=True,
+        ),
+        Fault(
+            *("coordinator-stop", "SIGSTOP of the coordinator", _TAKES_OVER),
+            *(partial(_signal_coordinator, number=signal.SIGSTOP), _ANOTHER),
+            restarts=False,
+            names=False,
+            needs_agents=True,
+        ),
+        Fault(
+            *("coordinator-start", "SIGKILL of the coordinator before the first step", _TAKES_OVER),
+            *(partial(_kill_coordinator, kills_rank=False), _ANOTHER),
+            restarts=False,
+            names=False,
+            at_start=True,
+            needs_agents=True,
+        ),
+        Fault(
+            *("coordinator-recovery", "SIGKILL of a rank, and of the coordinator while the ranks start", _GOES_ON),
+            *(partial(_kill_coordinator, kills_rank=True), _ANOTHER),
+            names=False,
+            needs_agents=True,
         ),
         Fault(
             *("flip", "a bit of a master weight flips", "exit code 5, the rank is named, restart from before it"),

@@ -30,16 +30,16 @@ from megatron.optimus.config.options import build, read_sections
 from megatron.optimus.config.presets import PRESETS
 from megatron.optimus.config.schema import ConfigError, RunConfig
 from megatron.optimus.models.huggingface.config import take_from_hf
+from megatron.optimus.planner import reliability
 from megatron.optimus.planner.fake_world import build_in_a_process, built_text
 from megatron.optimus.planner.hardware import MACHINES, Machine, machine_named
 from megatron.optimus.planner.plan import Plan, plan
 from megatron.optimus.planner.reliability import SIZES, effective_time
-from megatron.optimus.planner.reliability import draw as draw_effective_time
-from megatron.optimus.planner.reliability import table as table_of_times
 from megatron.optimus.planner.report import plan_json, plan_text, search_text
 from megatron.optimus.planner.search import SearchResult, search
-from megatron.optimus.planner.weak_scaling import PAPER, draw, table, weak_scaling, with_paper_settings
+from megatron.optimus.planner.weak_scaling import PAPER, panel, table, weak_scaling, with_paper_settings
 from megatron.optimus.platform.log import print_error
+from megatron.optimus.report import figure
 
 MAX_RANKS = 1_000_000
 
@@ -176,17 +176,22 @@ def write_weak_scaling(config: RunConfig, machine: Machine, out: Path) -> int:
         "predicted, bf16 gradients, nothing overlapped": weak_scaling(with_paper_settings(config), machine, paper),
         "predicted, as this library runs it": weak_scaling(config, machine, paper),
     }
-    try:
-        Path(f"{out}.md").write_text(table(curves))
-        draw(curves, f"weak scaling on {machine.name}: model, not measured by us", Path(f"{out}.png"))
-    except OSError as error:
-        raise ConfigError(f"--weak-scaling={out}: cannot write {error.filename or out}: {error.strerror}") from error
-    except ImportError as error:
-        raise ConfigError(
-            f"{out}.md is written; {out}.png needs matplotlib: pip install matplotlib (extra [plot])"
-        ) from error
+    title = f"weak scaling on {machine.name}: model, not measured by us"
+    _write_table("--weak-scaling", out, table(curves), panel(curves, title))
     sys.stdout.write(table(curves))
     return 0
+
+
+def _write_table(option: str, out: Path, text: str, picture: figure.Panel) -> None:
+    """Writes OUT.md and OUT.png. Raises ConfigError, also without matplotlib."""
+    try:
+        Path(f"{out}.md").write_text(text)
+    except OSError as error:
+        raise ConfigError(f"{option}={out}: cannot write {error.filename or out}: {error.strerror}") from error
+    try:
+        figure.draw(Path(f"{out}.png"), [picture])
+    except ConfigError as error:
+        raise ConfigError(f"{out}.md is written; {error}") from error
 
 
 def write_effective_time(config: RunConfig, machine: Machine, args: argparse.Namespace, world_size: int) -> int:
@@ -199,17 +204,10 @@ def write_effective_time(config: RunConfig, machine: Machine, args: argparse.Nam
     is_sized = args.nodes is not None or args.world_size is not None
     sizes = [size for size in SIZES if size < world_size] + [world_size] if is_sized else list(SIZES)
     rows = effective_time(config, machine, hours, sizes)
-    text = table_of_times(rows)
-    try:
-        if out is not None:
-            Path(f"{out}.md").write_text(text)
-            draw_effective_time(
-                rows, f"{machine.name}, a node fails every {hours:,.0f} hours: model", Path(f"{out}.png")
-            )
-    except OSError as error:
-        raise ConfigError(f"--effective-time={out}: cannot write {error.filename or out}: {error.strerror}") from error
-    except ImportError as error:
-        raise ConfigError(f"{out}.png needs matplotlib: pip install matplotlib (extra [plot])") from error
+    text = reliability.table(rows)
+    if out is not None:
+        title = f"{machine.name}, a node fails every {hours:,.0f} hours: model"
+        _write_table("--effective-time", out, text, reliability.panel(rows, title))
     sys.stdout.write(text)
     return 0
 

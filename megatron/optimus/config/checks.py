@@ -20,6 +20,7 @@ from megatron.optimus.config.schema import (
     ContextCommunication,
     Device,
     Float8,
+    LoadBalancing,
     OptimizerName,
     OptimizerStateDtype,
     Parametrization,
@@ -582,6 +583,45 @@ def noise_scale_is_measurable(config: RunConfig, world_size: int) -> str | None:
     )
 
 
+def graphs_repeat_the_same_work(config: RunConfig, world_size: int) -> str | None:
+    """``cuda_graphs`` repeats the kernels of one micro-batch, so nothing in it may depend on the host."""
+    if not config.training.cuda_graphs:
+        return None
+    parallel, optimizer, model = config.parallel, config.optimizer, config.model
+    allowed = {
+        "tensor_model_parallel_size": (parallel.tensor_model_parallel_size, 1),
+        "pipeline_model_parallel_size": (parallel.pipeline_model_parallel_size, 1),
+        "context_parallel_size": (parallel.context_parallel_size, 1),
+        "expert_model_parallel_size": (parallel.expert_model_parallel_size, 1),
+        "recompute_modules": (parallel.recompute_modules, []),
+        "cpu_offloading_num_layers": (parallel.cpu_offloading_num_layers, 0),
+        "zero_stage": (optimizer.zero_stage, 1),
+        "qk_clip_threshold": (optimizer.qk_clip_threshold, 0),
+        "fp8": (config.training.fp8, Float8.NONE),
+        "reset_attention_mask": (config.data.reset_attention_mask, False),
+        "log_gradient_noise_scale": (config.logging.log_gradient_noise_scale, False),
+    }
+    if world_size > 1 and model.moe_layers and model.moe_router_load_balancing_type is LoadBalancing.GLOBAL_AUX_LOSS:
+        allowed["moe_router_load_balancing_type"] = (LoadBalancing.GLOBAL_AUX_LOSS, LoadBalancing.AUX_LOSS)
+    for name, (value, needed) in allowed.items():
+        if value != needed:
+            text = f"cuda_graphs=True needs {name}={_shown(needed)}, this run has {name}={_shown(value)}"
+            return f"{text}; leave cuda_graphs out"
+    if world_size > 1 and gradient_accumulation_steps(config, world_size) == 1:
+        return (
+            f"cuda_graphs=True on {world_size} ranks leaves out a step's last micro-batch, and it has 1; use a "
+            f"global_batch_size above {config.training.global_batch_size}, or leave cuda_graphs out"
+        )
+    return None
+
+
+def _shown(value: object) -> str:
+    """A value as a command line has it."""
+    if isinstance(value, list):
+        return " ".join(map(_shown, value)) or "none"
+    return str(getattr(value, "value", value))
+
+
 RULES: list[Rule] = [
     sizes_fit_ranks,
     schedule_fits_chunks,  # before layers_fit_stages, which divides layers by the schedule's chunks
@@ -617,4 +657,5 @@ RULES: list[Rule] = [
     qk_clip_reaches_logits,
     parametrization_has_a_rule,
     noise_scale_is_measurable,
+    graphs_repeat_the_same_work,
 ]

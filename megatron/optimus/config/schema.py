@@ -475,6 +475,11 @@ class TrainingConfig:
     fp8: Float8 = option(
         Float8.NONE, "hybrid: products of attention's projections, MLPs and experts in float8, one scale a matrix"
     )
+    cuda_graphs: bool = option(
+        False,
+        "replay forward and backward of a micro-batch as a CUDA graph, so that small models do not wait for the host; "
+        "with several ranks all but the last micro-batch of a step",
+    )
     norm_backend: KernelLibrary = option(
         KernelLibrary.OPTIMUS, "kernels of the decoder's norms, those of queries and keys apart; apex: its fused norms"
     )

@@ -25,6 +25,7 @@ from megatron.optimus.data.sources import read_sources
 from megatron.optimus.models.huggingface.architectures import Architecture
 from megatron.optimus.models.huggingface.serving import not_honoured
 from megatron.optimus.models.parameters import count_parameters
+from megatron.optimus.report import figure
 from megatron.optimus.version import __version__
 
 CARD, CURVE = "README.md", "loss.png"
@@ -260,20 +261,11 @@ def _curve(metrics: list[dict[str, Any]]) -> bytes | None:
     """The loss over steps as a PNG; None without metrics or matplotlib."""
     train = [(record["step"], record["loss"]) for record in metrics if isinstance(record.get("loss"), float)]
     valid = [(r["step"], r["valid_loss"]) for r in metrics if isinstance(r.get("valid_loss"), float)]
-    if not train:
+    if not train or not figure.is_drawable():
         return None
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return None
-    figure = Figure(figsize=(8, 4.5), dpi=100, layout="constrained")
-    axes = figure.add_subplot()
-    axes.plot(*zip(*train, strict=True), linewidth=1.2, label="training")
-    if valid:
-        axes.plot(*zip(*valid, strict=True), marker="o", markersize=4, label="validation")
-    axes.set(xlabel="optimizer step", ylabel="cross-entropy (nats per token)")
-    axes.grid(alpha=0.25)
-    axes.legend(frameon=False)
+    points = {"training": train} | ({"validation": valid} if valid else {})
+    lines = {name: ([step for step, _ in own], [loss for _, loss in own]) for name, own in points.items()}
+    panel = figure.Panel("", "optimizer step", "cross-entropy (nats per token)", lines, is_log_x=False)
     content = io.BytesIO()
-    figure.savefig(content, format="png", metadata={"Software": None})
+    figure.figure_of([panel]).savefig(content, format="png", metadata={"Software": None})
     return content.getvalue()

@@ -86,9 +86,9 @@ class FillInTheMiddle:
 class TokenSplitter:
     """Cuts the tokens of a text at two of its characters and encodes only the words near the cuts again.
 
-    Where a token that begins with a space and an ASCII letter follows one that ends with an ASCII letter, every
-    pre-tokenizer that pretoken_cache.py knows ends a match and begins the next, whatever is around: what is encoded on
-    one side does not depend on the other. Between such boundaries a text falls into segments, of a few words as a rule.
+    Where a token that begins with a space and an ASCII letter follows one that ends with an ASCII letter, a tokenizer
+    that ``encodes_words_alone`` ends a match and begins the next, whatever is around: what is encoded on one side does
+    not depend on the other. Between such boundaries a text falls into segments, of a few words as a rule.
     Encoded again are the segments that hold a cut, and the first and the last, since a sample may begin and end inside
     of a word. All other tokens are what the encoding of their text would give, and stay.
 

@@ -269,7 +269,12 @@ class IndexReader:
 
     def _read(self, dtype: str, array_start: int, first: int, count: int) -> npt.NDArray[Any]:
         width = np.dtype(dtype).itemsize
-        return np.frombuffer(os.pread(self._descriptor, width * count, array_start + width * first), dtype)
+        data = os.pread(self._descriptor, width * count, array_start + width * first)
+        if len(data) < width * count:
+            raise DataError(
+                f"{self.path}: has been cut to {os.fstat(self._descriptor).st_size} bytes while it was read; restore it"
+            )
+        return np.frombuffer(data, dtype)
 
 
 class PairSummary(NamedTuple):

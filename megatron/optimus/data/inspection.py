@@ -50,15 +50,13 @@ class Statistics:
 
     def save_histogram(self, path: Path, title: str) -> None:
         """Draws the documents' lengths, and the share of tokens that each length holds, as a PNG. Needs matplotlib."""
-        import matplotlib as mpl
-
-        mpl.use("Agg")
-        from matplotlib import pyplot
+        from matplotlib.figure import Figure
 
         lengths = np.concatenate(self.lengths)
         lengths = lengths[lengths > 0]
         bins = np.geomspace(1, max(2, int(lengths.max(initial=1)) + 1), 50).tolist()
-        figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+        figure = Figure(figsize=(8, 4.5), layout="constrained")
+        axes = figure.subplots()
         axes.hist(
             lengths, bins, weights=np.full(lengths.size, 100 / max(1, lengths.size)), alpha=0.6, label="documents"
         )
@@ -66,7 +64,6 @@ class Statistics:
         axes.set(xscale="log", xlabel="tokens in a document", ylabel="share in %", title=title)
         axes.legend()
         figure.savefig(path, dpi=120)
-        pyplot.close(figure)
 
 
 @dataclass(frozen=True)

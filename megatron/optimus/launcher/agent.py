@@ -138,7 +138,9 @@ class LocalAgent:
                 process.send_signal(number)
 
     def _start(self) -> None:
-        port, token = environment.free_port(), secrets.token_hex(16)
+        if self._server is not None:
+            self._server.is_ready()  # seconds of imports, in which another program could take the port
+        port, token = environment.rendezvous_port(), secrets.token_hex(16)
         envs = [environment.for_local_rank(rank, self._num_ranks, port, token) for rank in range(self._num_ranks)]
         if self._memory is not None:
             envs = [env | {environment.MEMORY_FOLDER: str(self._memory.folder)} for env in envs]

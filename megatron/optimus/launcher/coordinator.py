@@ -65,6 +65,7 @@ class Agent:
     attempt: int = -1  # that it runs or ran last; -1: it has not told
     codes: list[int | None] = field(default_factory=list)  # of its ranks; None while one runs
     memory_step: int = -1
+    was_asked: bool = False  # to stop, by mpiexec or the scheduler
     has_looked: bool = False  # at its ranks, in this attempt: the next three are known
     fewest: int | None = None  # hangs.Look
     is_late: bool = False
@@ -218,6 +219,7 @@ class Coordinator:
         agent.heard = time.monotonic()
         if "codes" in message and message["attempt"] >= agent.attempt:
             agent.attempt, agent.codes, agent.memory_step = message["attempt"], message["codes"], message["memory_step"]
+            agent.was_asked = message["was_asked"]
         if message.get("attempt") != agent.attempt:
             return  # of an attempt that is over
         if "fewest" in message:
@@ -421,7 +423,7 @@ class Coordinator:
             for host in attempt.hosts:
                 if host not in lost and None in self._agents[host].codes:
                     lost[host] = "its ranks cannot be ended"
-        if lost and self._starter_has_ended(lost, was_asked):
+        if lost and self._starter_has_ended(lost):
             lost = {}
         steps.update()
         left = [self._agents[host].memory_step for host in attempt.hosts if host not in lost and host in self._agents]
@@ -437,7 +439,7 @@ class Coordinator:
             return AttemptResult(128 + signal.SIGTERM, grows=True, **done)
         if attempt.hang:
             return AttemptResult(STALLED, where=attempt.where, lost=lost, **done)
-        if all_left and not self._starter_has_ended(attempt.hosts, was_asked):
+        if all_left and not self._starter_has_ended(attempt.hosts):
             return AttemptResult(signal_exit_code(code - 128), interrupted=True, **done)
         if lost and code not in EXPLAINED:
             text = ", ".join(f"{host} ({why})" for host, why in lost.items())
@@ -446,14 +448,14 @@ class Coordinator:
         where = attempt.host_of(rank) if rank >= 0 else ""
         return AttemptResult(failed_exit_code(code, max(rank, 0), where), lost=lost, where=where, **done)
 
-    def _starter_has_ended(self, hosts: Sequence[str] | dict[str, str], was_asked: object) -> bool:
+    def _starter_has_ended(self, hosts: Sequence[str] | dict[str, str]) -> bool:
         """Whether mpiexec or srun has ended and taken all its agents with it: that is no evidence against a node."""
 
         def concerned() -> list[tuple[list[str], int | None]]:
             return [(all_, code) for all_, code in self._starters if not set(all_).isdisjoint(hosts)]
 
-        are_all_gone = all(not self._has_agent(host) for all_, _ in concerned() for host in all_)
-        if are_all_gone or was_asked:
+        there = [self._agents[host] for all_, _ in concerned() for host in all_ if self._has_agent(host)]
+        if not there or any(agent.was_asked for agent in there):
             self._wait(lambda: all(code is not None for _, code in concerned()), _STARTER_SECONDS)
         ended = [code for _, code in concerned() if code is not None]
         if ended and len(ended) == len(concerned()):

@@ -2,8 +2,9 @@
 
 The launcher starts one such server and keeps it over all attempts. Imports take seconds of CPU time a rank and, on a
 cluster, thousands of reads of a shared file system; a fork takes milliseconds. The server opens no device, starts no
-thread that a rank needs, and joins no process group: a rank that it forks is as good as a new interpreter. Where the
-imports have opened an accelerator after all, it says so and the launcher starts interpreters instead.
+thread that a rank needs, and joins no process group: a rank that it forks is as good as a new interpreter. DeepSpeed's
+import initialises NVML, which is closed before ranks are forked and opened in each. Where the imports have initialised
+an accelerator after all, or a first fork cannot compute on it, it says so and the launcher starts interpreters instead.
 
 Launcher and server speak in lines of JSON over a socket, which is the server's standard input:
 
@@ -38,6 +39,7 @@ logger = logging.getLogger("optimus")
 
 _MODULES = (PROGRAM, "megatron.optimus.training.trainer", "megatron.optimus.training.evaluate")
 _DEVICES = ("/dev/nvidia", "/dev/dri/")  # what a process that has initialised CUDA or Level Zero holds open
+_PROBE_SECONDS = 60.0  # for a first fork to compute on a device; then it counts as one that cannot
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -215,14 +217,47 @@ def _import_program(device: str) -> str:
 
     kind = device if device != Device.AUTO.value else devices.kind_without_opening()
     environment.set_default("DS_ACCELERATOR", kind)  # DeepSpeed chooses its accelerator when it is imported
+    environment.set_default("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # an import that asks whether there is a GPU
     for name in _MODULES[1:]:
         importlib.import_module(name)
     from megatron.optimus.training.engine import import_ahead
 
     import_ahead()
-    opened = [path for path in map(_target, os.listdir("/proc/self/fd")) if path.startswith(_DEVICES)]
     gc.freeze()  # a collection in a rank would copy the pages that all share
-    return f"the imports have opened {opened[0]}" if opened else ""
+    return _why_not_fork(kind)
+
+
+def _why_not_fork(kind: str) -> str:
+    """Why ranks that use devices of ``kind`` must not be forked from this process, "" if they can be."""
+    from megatron.optimus.platform import device as devices
+
+    devices.close_nvml()
+    opened = [path for path in map(_target, os.listdir("/proc/self/fd")) if path.startswith(_DEVICES)]
+    if opened:
+        return f"the imports have opened {opened[0]}"
+    if devices.is_cuda_initialized():  # it does not survive a fork
+        return "the imports have initialised CUDA"
+    return "" if kind == "cpu" or _fork_computes(kind) else f"a forked process could not compute on a {kind} device"
+
+
+def _fork_computes(kind: str) -> bool:
+    """Whether a fork of this process can use an accelerator. A second on a GPU, while the launcher does other work."""
+    from megatron.optimus.platform import device as devices
+
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+            devices.open_nvml()
+            os._exit(0 if devices.computes(kind) else 1)
+        finally:
+            os._exit(1)
+    deadline = time.monotonic() + _PROBE_SECONDS
+    while (ended := os.waitpid(pid, os.WNOHANG)) == (0, 0):
+        if time.monotonic() > deadline:
+            os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+    return ended[1] == 0
 
 
 def _target(descriptor: str) -> str:
@@ -242,6 +277,7 @@ def _run_rank(request: dict[str, Any], server: int, handlers: dict[int, Any]) ->
         if request["cores"]:
             os.sched_setaffinity(0, request["cores"])
         environment.replace(request["env"])
+        importlib.import_module("megatron.optimus.platform.device").open_nvml()
         sys.argv[1:] = request["argv"]
         program = importlib.import_module(PROGRAM)  # as ``python -m`` of a new interpreter
         run_program(lambda: program.main(request["argv"]))

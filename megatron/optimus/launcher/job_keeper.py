@@ -1,7 +1,7 @@
 """Keeps a job's coordinator and agents running: the process of ``optimus launch`` itself, on several nodes.
 
     optimus launch (JobKeeper)
-      coordinator.py, a fork of it: decides what runs where; another one takes over when it dies
+      coordinator.py, a fork of it: decides what runs where; another one takes over when it dies or is stopped
       mpiexec or srun: one agent a node (node_agent.py)
 
 The keeper holds what has to outlive a coordinator: the socket at which agents look for it, the pipe with the output of
@@ -33,6 +33,7 @@ logger = logging.getLogger("optimus")
 
 _POLL_SECONDS = 0.1
 _MOST_DEATHS, _DEATHS_SECONDS = 5, 60.0  # of coordinators in this time, before the launch ends
+_STOPPED_SECONDS = 3.0  # of a coordinator (SIGSTOP), before it is killed and another one takes over
 _AGENTS_LEAVE_SECONDS = 15.0
 
 
@@ -124,13 +125,24 @@ class JobKeeper:
             os._exit(code)
 
     def _watch(self, coordinator: int) -> int:
-        """Serves a coordinator until it ends; returns its status."""
+        """Serves a coordinator until it ends; returns its status. One that stays stopped is killed.
+
+        So it can do nothing any more when the next one takes over.
+        """
+        stopped_since = float("inf")
         while True:
-            ended, status = os.waitpid(coordinator, os.WNOHANG)
-            self._take_requests(_POLL_SECONDS if not ended else 0.0)
-            if ended:
+            changed, status = os.waitpid(coordinator, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
+            has_ended = changed and (os.WIFEXITED(status) or os.WIFSIGNALED(status))
+            self._take_requests(_POLL_SECONDS if not has_ended else 0.0)
+            if has_ended:
                 self._unread = b""  # half a request
                 return status
+            if changed:
+                stopped_since = time.monotonic() if os.WIFSTOPPED(status) else float("inf")
+            if time.monotonic() - stopped_since > _STOPPED_SECONDS:
+                logger.warning("the coordinator has been stopped (SIGSTOP) for %.0f s: it is killed", _STOPPED_SECONDS)
+                os.kill(coordinator, signal.SIGKILL)
+                stopped_since = float("inf")
             while self._received:
                 os.kill(coordinator, self._received.pop(0))
             for number, starter in enumerate(self._state.starters):

@@ -6,7 +6,9 @@ mpiexec or srun start one on every node of a job, spares too, once. It lives as 
 everything imported (forkserver.py). After the challenge (wire.py) it speaks with the coordinator in these messages:
 
     agent       -> {"place": {"starter": 0, "number": 3, "name": "x3"}}     first: on which node it is
-                -> {"attempt": 4, "codes": [null, -9], "memory_step": 80}   how its ranks ended; null while one runs
+                -> {"attempt": 4, "codes": [null, -9], "memory_step": 80, "was_asked": false}
+                                                            how its ranks ended, null while one runs; whether somebody
+                                                            else, such as mpiexec, has asked this agent to stop
                 -> {"attempt": 4, "fewest": 812, "late": false, "stopped": false}     a heartbeat (hangs.Look)
                 -> {"attempt": 4, "facts": [...]}           answer to "stacks": hangs.RankFacts of its ranks
     coordinator -> {"start": {"attempt": 4, "first_rank": 8, ...}}      RanksOfNode
@@ -86,6 +88,7 @@ class NodeAgent:
         self._next_beat = 0.0
         self._received: list[int] = []
         self._asked_to_stop = float("-inf")  # when the ranks were
+        self._was_asked = False  # by a signal
         self._leaves_at: float | None = None
         self._own_memory: Path | None = None
 
@@ -176,7 +179,7 @@ class NodeAgent:
 
     def _forward_signals(self) -> None:
         while self._received:
-            number = self._received.pop()
+            number, self._was_asked = self._received.pop(), True
             self._signal_ranks(number)
             if self._link is None and not self._local.ranks:  # a spare of a launch that has ended
                 self._leaves_at = time.monotonic()
@@ -238,7 +241,8 @@ class NodeAgent:
     def _tell_codes(self) -> None:
         memory = environment.memory_folder() or self._own_memory
         newest = memory_slots.newest_step(memory) if None not in self._codes else -1
-        self._send({"attempt": self._asked.attempt, "codes": self._codes, "memory_step": newest})
+        told = {"codes": self._codes, "memory_step": newest, "was_asked": self._was_asked}
+        self._send({"attempt": self._asked.attempt, **told})
 
 
 def main(argv: Sequence[str]) -> int:

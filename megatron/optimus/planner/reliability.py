@@ -16,12 +16,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from megatron.optimus.config.rank_plan import rank_plans
 from megatron.optimus.config.schema import OptimizerStateDtype, ParallelConfig, Precision, RunConfig
 from megatron.optimus.models.parameters import num_parameters
 from megatron.optimus.planner.hardware import Figure, Machine
+from megatron.optimus.report.figure import Line, Panel
 
 SIZES = (384, 768, 1536, 3072, 6144, 12288)  # ranks of the table
 DAY_SECONDS, SPARES_CERTAINTY = 86400.0, 0.99
@@ -230,31 +230,13 @@ def _time(seconds: float) -> str:
 PUBLISHED = {"Llama 3 (> 90%)": (16384, 0.90), "ByteRobust, dense": (9600, 0.97), "ByteRobust, MoE": (9600, 0.91)}
 
 
-def draw(rows: Sequence[RecoveryRow], title: str, path: Path) -> None:
-    """Draws the share over the number of ranks, beside published ones; needs matplotlib."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axis = plt.subplots(figsize=(7.5, 4.2))
-    for number, first in enumerate(rows[0].predictions):
-        shares = [100 * row.predictions[number].share for row in rows]
-        axis.plot([row.ranks for row in rows], shares, marker="o", label=f"{first.recovery.name}: model")
-    for name, (devices, share) in PUBLISHED.items():
-        axis.plot([devices], [100 * share], "k*" if "Llama" in name else "kD", markersize=8)
-        axis.annotate(
-            name,
-            (devices, 100 * share),
-            textcoords="offset points",
-            xytext=(-6, 6 if share > 0.905 else -12),
-            ha="right",
-            fontsize=8,
-        )
-    axis.set_xscale("log", base=2)
-    axis.set_xticks([row.ranks for row in rows], [f"{row.ranks:,}" for row in rows])
-    axis.set(ylim=(60, 101), xlabel="ranks (published: GPUs)", ylabel="effective time, %", title=title)
-    axis.grid(alpha=0.3)
-    axis.legend(loc="lower left")
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
+def panel(rows: Sequence[RecoveryRow], title: str) -> Panel:
+    """The diagram of the share over the number of ranks, beside published ones."""
+    ranks = [row.ranks for row in rows]
+    lines: dict[str, Line] = {
+        f"{first.recovery.name}: model": (ranks, [100 * row.predictions[number].share for row in rows])
+        for number, first in enumerate(rows[0].predictions)
+    }
+    lines |= {name: ([devices], [100 * share]) for name, (devices, share) in PUBLISHED.items()}
+    label = "ranks (published: GPUs)"
+    return Panel(title, label, "effective time, %", lines, x_ticks=ranks, y_range=(60, 101))

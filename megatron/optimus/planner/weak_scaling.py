@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from megatron.optimus.config.layout import Layout
 from megatron.optimus.config.schema import RunConfig
 from megatron.optimus.planner.hardware import Machine
 from megatron.optimus.planner.plan import Plan, plan
+from megatron.optimus.report.figure import Line, Panel
 
 # arXiv 2604.00785, figure 4 and its text: Mula-220B, EP 12, PP 8, 8 sequences a data- and expert-parallel rank.
 PAPER = {384: 1.00, 768: 0.97, 1536: 0.90, 3072: 0.90, 6144: 0.90, 12288: 0.90}
@@ -71,24 +71,16 @@ def table(curves: dict[str, list[Point]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def draw(curves: dict[str, list[Point]], title: str, path: Path) -> None:
-    """Draws the curves; needs matplotlib."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axis = plt.subplots(figsize=(7.5, 4.2))
-    for name, points in curves.items():
-        axis.plot([p.plan.world_size for p in points], [100 * p.efficiency for p in points], marker="o", label=name)
-    reported = [(p.plan.world_size, 100 * p.paper) for p in next(iter(curves.values())) if p.paper is not None]
+def panel(curves: dict[str, list[Point]], title: str) -> Panel:
+    """The diagram of the curves, and of the paper's where there is one."""
+    lines: dict[str, Line] = {
+        name: ([point.plan.world_size for point in points], [100 * point.efficiency for point in points])
+        for name, points in curves.items()
+    }
+    first = next(iter(curves.values()))
+    reported = [point for point in first if point.paper is not None]
     if reported:
-        axis.plot(*zip(*reported, strict=True), "k--s", label="reported in arXiv 2604.00785")
-    axis.set_xscale("log", base=2)
-    sizes = [point.plan.world_size for point in next(iter(curves.values()))]
-    axis.set_xticks(sizes, [f"{size:,}" for size in sizes])
-    axis.set(ylim=(60, 105), xlabel="tiles", ylabel="weak-scaling efficiency, %", title=title)
-    axis.grid(alpha=0.3)
-    axis.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
+        efficiencies = [100 * (point.paper or 0.0) for point in reported]
+        lines["reported in arXiv 2604.00785"] = [point.plan.world_size for point in reported], efficiencies
+    sizes = [point.plan.world_size for point in first]
+    return Panel(title, "tiles", "weak-scaling efficiency, %", lines, x_ticks=sizes, y_range=(60, 105))

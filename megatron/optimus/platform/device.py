@@ -9,12 +9,13 @@ docs/accelerators.md says which of them were run.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 import time
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +24,8 @@ from megatron.optimus.config.schema import ConfigError, Device, DistributedBacke
 from megatron.optimus.platform import environment, older_stacks
 from megatron.optimus.platform.environment import Launcher, RankEnvironment
 
+_Result = TypeVar("_Result")
+
 _BACKENDS = {
     "cuda": DistributedBackend.NCCL,
     "xpu": DistributedBackend.XCCL,
@@ -30,6 +33,8 @@ _BACKENDS = {
     "mps": DistributedBackend.GLOO,
 }
 _CCL_DEVICES = ("cpu", "xpu")  # those that the module oneccl_bindings_for_pytorch serves
+
+_CUDA_ERROR_NOT_INITIALIZED = 3  # of the driver: nobody has called cuInit
 
 # Dense peaks in FLOP/s of one device as torch counts devices, by part of its name; the first match counts.
 # NVIDIA, AMD: data sheets, without sparsity. Intel Max 1550: one tile (the unit under ZE_FLAT_DEVICE_HIERARCHY=FLAT) of
@@ -87,6 +92,44 @@ def kind_without_opening() -> str:
     if not environment.hides_cuda() and os.path.exists("/dev/nvidiactl" if torch.version.cuda else "/dev/kfd"):
         return "cuda" if torch.version.cuda or torch.version.hip else "cpu"
     return "xpu" if hasattr(torch, "xpu") and torch.xpu._is_compiled() and os.path.exists("/dev/dri") else "cpu"
+
+
+def close_nvml() -> None:
+    """Closes NVML, which imports initialise and which holds files of /dev/nvidia* open; CUDA is not touched.
+
+    Whoever uses NVML afterwards calls ``open_nvml`` first.
+    """
+    library = _loaded_library("libnvidia-ml.so.1")
+    while library is not None and library.nvmlShutdown() == 0:  # it counts its users
+        pass
+
+
+def open_nvml() -> None:
+    """Initialises NVML where this process has loaded it, for modules that did so before ``close_nvml``."""
+    if (library := _loaded_library("libnvidia-ml.so.1")) is not None:
+        library.nvmlInit_v2()
+
+
+def is_cuda_initialized() -> bool:
+    """Whether the CUDA driver is initialised in this process, by whomever; asks the driver and initialises nothing.
+
+    CUDA does not survive a fork from then on.
+    """
+    driver, count = _loaded_library("libcuda.so.1"), ctypes.c_int()
+    return driver is not None and driver.cuDeviceGetCount(ctypes.byref(count)) != _CUDA_ERROR_NOT_INITIALIZED
+
+
+def computes(kind: str) -> bool:
+    """Whether the first device of a kind adds numbers in this process; initialises the device."""
+    return float(torch.ones(8, device=kind).sum()) == 8.0
+
+
+def _loaded_library(name: str) -> ctypes.CDLL | None:
+    """A shared library that this process has loaded already; None where it has not."""
+    try:
+        return ctypes.CDLL(name, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+    except (OSError, AttributeError):  # not loaded; a system without such a flag
+        return None
 
 
 def device_for_rank(device: Device, local_rank: int) -> torch.device:
@@ -391,6 +434,33 @@ def set_cpu_threads(launch: RankEnvironment) -> int:
     threads = cores if is_bound else max(1, cores // launch.local_world_size)
     torch.set_num_threads(threads)
     return threads
+
+
+class DeviceGraph:
+    """Kernels of some work, recorded once and launched together: a CUDA graph.
+
+    Args:
+        pool: of another graph, to share its memory: both must then be replayed one after the other, and what one
+            computes be read before the other runs. None: memory of its own.
+    """
+
+    def __init__(self, pool: DeviceGraph | None = None) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        self._pool = None if pool is None else pool._graph.pool()
+
+    def record(self, work: Callable[[], _Result]) -> _Result:
+        """Runs the host's part of ``work`` and records its kernels without running them. Waits for the device.
+
+        Returns:
+            What ``work`` returned. Its tensors lie in the graph's memory: each replay writes them.
+        """
+        # thread_local: threads that read data or save a checkpoint may call what a recording thread must not.
+        with torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode="thread_local"):
+            return work()
+
+    def replay(self) -> None:
+        """Queues the recorded kernels, which read and write the memory that they did when they were recorded."""
+        self._graph.replay()
 
 
 def start_line(device: torch.device, backend: DistributedBackend, apex: Sequence[str] = ()) -> str:

@@ -140,6 +140,10 @@ class Recorder:
             self.values[name] = own if before is None else bound(before, own)
         self.weights[name] = self.weights.get(name, 0.0) + weight
 
+    def recorded(self) -> list[tuple[str, Tensor, Reduce, float]]:
+        """What was added in this step, one entry a name: name, value, reduce and weight as ``record`` takes them."""
+        return [(name, value, self._reduces[name], self.weights[name]) for name, value in self.values.items()]
+
     def exchange_names(self) -> None:
         """Makes all ranks reduce the names that any of them has recorded. Collective.
 

@@ -17,6 +17,11 @@ from megatron.optimus.platform.environment import RankEnvironment
 
 logger = logging.getLogger("optimus")
 
+
+class RendezvousError(ConfigError):
+    """The ranks could not meet. Started again they may: `optimus launch` chooses another port for each attempt."""
+
+
 # torch 2.13 renamed these two and warns about the old names.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -32,7 +37,8 @@ def init(launch: RankEnvironment, device: torch.device, backend: DistributedBack
         timeout: limit of the rendezvous and of every later collective.
 
     Raises:
-        ConfigError: where rank 0 cannot listen or some ranks do not join.
+        RendezvousError: where rank 0 cannot listen or some ranks do not join.
+        ConfigError: where the device or the store is not of this run.
     """
     if dist.is_initialized():
         raise RuntimeError("torch.distributed is already initialised; call shutdown() first")
@@ -54,7 +60,7 @@ def init(launch: RankEnvironment, device: torch.device, backend: DistributedBack
         )
     except (dist.DistError, OSError) as error:
         place = f"{launch.master_addr}:{launch.master_port}"
-        raise ConfigError(
+        raise RendezvousError(
             f"rank {launch.rank} of {launch.world_size} ({launch.launcher.value}) could not meet the others at "
             f"{place} within {timeout.total_seconds():.0f} s: {str(error).splitlines()[0]}. Check that all ranks were "
             "started, that MASTER_ADDR is rank 0's host, and that MASTER_PORT is free there (set another one)"

@@ -137,7 +137,11 @@ class Checkpoints:
     @needs_memory("preparing checkpoints")
     def prepare(self) -> None:
         """Reserves what saves need, so that the first one does not hold up training. Call before the first save."""
-        for kind in ("full", "model") if self._config.checkpoint.model_only_save_interval > 0 else ("full",):
+        # Without an interval the only save is the last one, which nothing waits for: pinned memory of the whole state
+        # would be held for all the time, and be taken again by each restart before its second step.
+        options = self._config.checkpoint
+        intervals = {"full": options.save_interval, "model": options.model_only_save_interval}
+        for kind in (kind for kind, interval in intervals.items() if interval > 0):
             slices, _ = self._slices(kind)
             self._saver.prepare(slices, self._header(kind, 0, 0))
         if self._memory is not None:

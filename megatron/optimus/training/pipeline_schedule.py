@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -16,6 +17,7 @@ from megatron.optimus.data.loader import Batch
 from megatron.optimus.models.decoder import Decoder
 from megatron.optimus.moe.router import Router
 from megatron.optimus.parallel.pipeline_stages import make_p2p_groups, stage_plan
+from megatron.optimus.training.cuda_graphs import MicroBatchGraphs, graphs_of
 from megatron.optimus.training.engine import Engine, set_micro_batches
 
 if TYPE_CHECKING:
@@ -52,7 +54,7 @@ def build_schedule(run: RunContext, engine: Engine) -> Schedule:
     config, mesh, device = run.config, run.mesh, run.device
     group = mesh.group("pp")
     if group is None:
-        return WholeModel(engine, config.model)
+        return WholeModel(engine, config.model, graphs_of(run, engine))
     # Here, because importing torch's pipelining takes as long as importing torch, at every start.
     from megatron.optimus.parallel.pipeline import Pipeline
 
@@ -167,10 +169,11 @@ def routers_of(model: Decoder) -> dict[int, Router]:
 
 
 class WholeModel(Schedule):
-    """The schedule without pipeline parallelism: one micro-batch after the other goes through the engine."""
+    """The schedule without pipeline parallelism: one micro-batch after the other goes through the engine, or through
+    ``graphs``, which replay it."""
 
-    def __init__(self, engine: Engine, config: ModelConfig) -> None:
-        self.engine, self.config = engine, config
+    def __init__(self, engine: Engine, config: ModelConfig, graphs: MicroBatchGraphs | None = None) -> None:
+        self.engine, self.config, self.graphs = engine, config, graphs
         self.routers = routers_of(engine.module)
 
     def forward_backward(
@@ -181,16 +184,22 @@ class WholeModel(Schedule):
         with_router_losses: bool = True,
     ) -> list[Tensor]:
         loss_sums, config = [], self.config
+
+        def run(batch: Batch, mean_labels: float | Tensor) -> Tensor:
+            output = self.engine(batch.tokens_BS, batch.labels_BS, batch.documents, batch.positions_BS)
+            loss = output.loss_sum / mean_labels
+            if with_router_losses:
+                loss = loss + config.moe_aux_loss_coeff * output.aux_loss + config.moe_z_loss_coeff * output.z_loss
+            self.engine.backward(loss)
+            return output.loss_sum.detach()
+
+        # Without the routers' losses it is no training step, but a check or an estimate that no other step repeats.
+        run_micro_batch = partial(self.graphs.run, run) if self.graphs is not None and with_router_losses else run
         set_micro_batches(self.engine, len(batches))
         for index, batch in enumerate(batches):
             if index > 0:
                 self.engine.step()  # between micro-batches it only counts them
-            output = self.engine(batch.tokens_BS, batch.labels_BS, batch.documents, batch.positions_BS)
-            loss = output.loss_sum / mean_labels_per_micro_batch
-            if with_router_losses:
-                loss = loss + config.moe_aux_loss_coeff * output.aux_loss + config.moe_z_loss_coeff * output.z_loss
-            self.engine.backward(loss)
-            loss_sums.append(output.loss_sum.detach())
+            loss_sums.append(run_micro_batch(batch, mean_labels_per_micro_batch))
         return loss_sums
 
     @torch.no_grad()

@@ -8,6 +8,7 @@ from megatron.optimus.config.schema import ConfigError, RunConfig
 from megatron.optimus.describe import describe
 
 MOE = "--num-experts 64 --eval-interval 0"
+GRAPHS = "--cuda-graphs"
 
 
 def config(flags: str) -> RunConfig:
@@ -21,6 +22,19 @@ CHUNKS = "--virtual-pipeline-model-parallel-size 2"
 @pytest.mark.parametrize(
     ("flags", "world", "parts"),
     [
+        (f"{GRAPHS} --zero-stage 2", 1, ["cuda_graphs=True needs zero_stage=1, this run has zero_stage=2; leave"]),
+        (
+            f"{GRAPHS} --recompute-modules norm moe",
+            1,
+            ["needs recompute_modules=none, this run has", "=norm moe; leave"],
+        ),
+        (f"{GRAPHS} --reset-attention-mask", 1, ["needs reset_attention_mask=False"]),
+        (f"{GRAPHS} --global-batch-size 2", 2, ["2 ranks leaves out", "it has 1; use a global_batch_size above 2"]),
+        (
+            f"{GRAPHS} {MOE} --moe-router-load-balancing-type global_aux_loss",
+            2,
+            ["needs moe_router_load_balancing_type="],
+        ),
         ("--tensor-model-parallel-size 3", 8, ["size=3", "number of ranks 8", "multiple of 3", "1, 2, 4 or 8"]),
         ("--pipeline-model-parallel-size 16", 8, ["= 16", "number of ranks 8"]),
         (f"{MOE} --expert-model-parallel-size 12", 8, ["=12 must divide the data-parallel size 8; use 1, 2, 4 or 8"]),

@@ -27,9 +27,10 @@ from megatron.optimus.models.parameters import parameter_shapes
 _ROOT = Path(__file__).parents[3]
 _MB = 1 << 20
 
-# Converts a small model, so that everything is imported, then the large one; prints by how much memory grew, in bytes.
+# Converts small models, so that everything is imported, then each large one in a fork of its own; prints by how much
+# the memory of each grew, in bytes. A case: small model, large one, destination, options.
 _MEASURE = """
-import sys, threading, time
+import json, os, sys, threading, time
 sys.path.insert(0, sys.argv[1])
 import torch
 torch.set_num_threads(1)
@@ -40,22 +41,37 @@ def now():
     text = open("/proc/self/status").read()
     return int(text.split("RssAnon:")[1].split()[0]) << 10
 
-peak, done = [0], threading.Event()
-def watch():
-    while not done.is_set():
-        peak[0] = max(peak[0], now())
-        time.sleep(0.002)
+def measure(small, large, destination, *options):
+    peak, done = [0], threading.Event()
+    def watch():
+        while not done.is_set():
+            peak[0] = max(peak[0], now())
+            time.sleep(0.002)
 
-small, large, destination, *options = sys.argv[2:]
-assert convert_command.main([small, destination + "-small", *options]) == 0
-start = now()
-thread = threading.Thread(target=watch)
-thread.start()
-code = convert_command.main([large, destination, *options])
-done.set()
-thread.join()
-assert code == 0
-print("GREW", peak[0] - start)
+    assert convert_command.main([small, destination + "-small", *options]) == 0
+    start = now()
+    thread = threading.Thread(target=watch)
+    thread.start()
+    code = convert_command.main([large, destination, *options])
+    done.set()
+    thread.join()
+    assert code == 0
+    print("GREW", peak[0] - start, flush=True)
+
+for case in json.loads(sys.argv[2]):
+    if (pid := os.fork()) == 0:
+        code = 1
+        try:
+            measure(*case)
+            code = 0
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            if code:
+                sys.excepthook(*sys.exc_info())
+            os._exit(code)
+    if os.waitpid(pid, 0)[1]:
+        sys.exit(1)
 """
 
 
@@ -83,15 +99,17 @@ def test_memory_does_not_grow_with_the_model(tmp_path):
     """The experts are pieces of 160 and 80 MB; a single matrix has half a megabyte, each of a few buffers 16."""
     write_model(tmp_path / "small", 4)
     assert write_model(tmp_path / "large", 160) > 240 * _MB
+    cases = {}
     for to in ("hf", "optimus", "megatron", "universal"):
         small, large = ("hf-small", "hf") if to == "optimus" else ("small", "large")
-        paths = [str(tmp_path / small), str(tmp_path / large)]
-        command = [sys.executable, "-c", _MEASURE, str(_ROOT), *paths, str(tmp_path / to), "--to", to, "--verify"]
-        command += ["--names", "hf"] if to == "universal" else []
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-        assert done.returncode == 0, done.stderr
-        grew = int(done.stdout.split("GREW")[1])
+        cases[to] = [*(str(tmp_path / name) for name in (small, large, to)), "--to", to, "--verify"]
+        cases[to] += ["--names", "hf"] if to == "universal" else []
+    command = [sys.executable, "-c", _MEASURE, str(_ROOT), json.dumps(list(cases.values()))]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    grown = [int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("GREW ")]
+    for to, grew in zip(cases, grown, strict=True):
         assert grew < 140 * _MB, (to, grew / _MB)
 
 

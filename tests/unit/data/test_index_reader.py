@@ -207,3 +207,13 @@ def test_what_is_looked_at_is_shared_out_by_size(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"large\.idx: document bound 200 is 2, after 199"):
         check_contents(prefixes, 10, max_entries=912)
     check_contents(prefixes, 10, max_entries=512)
+
+
+def test_an_index_that_is_cut_while_it_is_open(tmp_path: Path) -> None:
+    """The file is looked at when it is opened, and may be cut before an entry is read."""
+    path = f"{write(tmp_path / 'cut', [[3], [5], [2]])}.idx"
+    with IndexReader(path) as index:
+        os.truncate(path, 40)
+        for read in (index.lengths, index.offsets, index.document_bounds):
+            with pytest.raises(DataError, match=r"cut\.idx: has been cut to 40 bytes while it was read; restore it"):
+                read(0, 3)

@@ -83,7 +83,7 @@ class Job:
             link = wire.connect(*self.listener.getsockname(), TOKEN)
             self.links.append(link)
             link.send({"place": {"starter": 0, "number": number, "name": None}})
-            link.send({"attempt": 0, "codes": [], "memory_step": -1})
+            link.send({"attempt": 0, "codes": [], "memory_step": -1, "was_asked": False})
             try:
                 while True:
                     for message in link.receive():
@@ -125,7 +125,7 @@ def does(code: int | None = None, **beat: Any) -> Callable[[wire.AgentLink, dict
     def says(link: wire.AgentLink, message: dict[str, Any]) -> None:
         if "start" in message or message.get("signal") == 9:
             ended = code if "start" in message else -9
-            link.send({"attempt": 1, "codes": [ended], "memory_step": 12})
+            link.send({"attempt": 1, "codes": [ended], "memory_step": 12, "was_asked": False})
             link.send({"attempt": 1, "fewest": None, "late": False, "stopped": False, **beat})
         if "stacks" in message:
             rank = beat["fewest"]

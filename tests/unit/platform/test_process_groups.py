@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.optimus import pretrain
 from megatron.optimus.config.schema import ConfigError, DistributedBackend
 from megatron.optimus.platform.environment import Launcher, RankEnvironment, detect, free_port
 from megatron.optimus.platform.process_groups import init, lost_peer_reason, shutdown
@@ -108,8 +109,10 @@ def test_a_port_that_is_taken() -> None:
         taken.bind(("", 0))
         taken.listen()
         launch = RankEnvironment(0, 1, 0, 1, "127.0.0.1", taken.getsockname()[1], Launcher.TORCHRUN)
-        with pytest.raises(ConfigError, match=r"MASTER_PORT is free"):
+        with pytest.raises(ConfigError, match=r"MASTER_PORT is free") as info:
             init(launch, CPU, DistributedBackend.AUTO, timedelta(seconds=2))
+        assert pretrain._exit_code(info.value) == 1  # a launcher starts it again, with another port
+        assert pretrain._exit_code(ConfigError("lr=-1")) == 2
         init(dataclasses.replace(launch, launcher=Launcher.ALONE), CPU, DistributedBackend.AUTO, MINUTE)  # meets nobody
         shutdown()
 

@@ -21,7 +21,7 @@ from megatron.optimus.config.schema import TokenizerType
 from megatron.optimus.config.tokenizer_files import definition_file, settle_tokenizer_type
 from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.tokenize import fast_bpe
-from megatron.optimus.data.tokenize.pretoken_cache import ByteLevelBPECache, Ids, SentencePieceCache
+from megatron.optimus.data.tokenize.pretoken_cache import Ids, SentencePieceCache, encodes_words_alone
 from megatron.optimus.platform.files import write_atomically
 
 logger = logging.getLogger("optimus")
@@ -48,7 +48,7 @@ class Tokenizer(Protocol):
 
     @property
     def token_bytes(self) -> dict[int, bytes] | None:
-        """Bytes that each id stands for, if every text is encoded by its pre-tokens (pretoken_cache.py); else None."""
+        """Bytes that each id stands for, of a tokenizer that ``encodes_words_alone``; else None."""
 
     def encode(self, text: str) -> list[int]:
         """Encodes a text; nothing is added at either end."""
@@ -102,9 +102,8 @@ class HuggingFaceTokenizer:
             state = self.state
             if parse_special:  # then they are looked for in texts as other added tokens are
                 state["added_tokens"] = [token | {"special": False} for token in state["added_tokens"]]
-            self._cache = ByteLevelBPECache.from_state(state, self._encode_with_library)
             self._bytes = _bytes_of_tokens(self._tokenizer)
-        self.token_bytes = self._bytes if self._cache is not None and self._cache.is_for_all_texts else None
+            self.token_bytes = self._bytes if encodes_words_alone(state) else None
         self._fast: fast_bpe.Encode | None = None
 
     def encode(self, text: str) -> list[int]:
@@ -112,10 +111,8 @@ class HuggingFaceTokenizer:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: list[str]) -> list[Ids]:
-        """Encodes texts by the fastest way that gives the library's ids."""
-        if self._fast is not None:
-            return self._fast(texts)
-        return self._encode_with_library(texts) if self._cache is None else self._cache.encode_batch(texts)
+        """Encodes texts by fastokens where ``use_fastokens`` chose it, else by the library."""
+        return self._encode_with_library(texts) if self._fast is None else self._fast(texts)
 
     def use_fastokens(self, sample: Sequence[str] | None) -> bool:
         """Encodes batches by fastokens from now on, if it is installed and gives the library's ids.
@@ -265,8 +262,7 @@ class TikTokenizer:
 
     def encode_batch(self, texts: list[str]) -> list[Ids]:
         """Encodes texts to arrays of uint32."""
-        # Without a pretoken cache: this library is faster than a table in Python. With nothing disallowed and nothing
-        # allowed, the names of special tokens are text, as they are to ``encode_ordinary``.
+        # With nothing disallowed and nothing allowed, the names of special tokens are text, as in ``encode_ordinary``.
         options: dict[str, Any] = {"allowed_special": self._parsed, "disallowed_special": ()}
         return [self._encoding.encode_to_numpy(text, **options) for text in texts]
 
