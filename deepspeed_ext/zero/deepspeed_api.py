@@ -158,6 +158,10 @@ class InnerState(Mapping[str, Any]):
     def __len__(self) -> int:
         return 1 + len(self._shard.state)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Makes torch.save and deepcopy of the inner optimizer's state_dict() write a plain dict, as torch's own is."""
+        return dict, (dict(self),)
+
 
 # tree_map goes into it as into the dict that it stands for.
 register_pytree_node(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +167,12 @@ def _poked(rank: int, initialize: Any) -> dict[str, Any]:
     }
     mapped = tree_map(lambda leaf: None, optimizer.optimizer.state_dict()["state"])  # as programs gather it
     found["mapped"] = [dict(sorted(state.items())) for state in mapped.values()]
+    saved = io.BytesIO()
+    torch.save(optimizer.optimizer.state_dict(), saved)
+    saved.seek(0)
+    loaded = torch.load(saved, weights_only=False)["state"].values()
+    found["saved"] = [(type(state), float(state["step"]), state["exp_avg"].norm().item()) for state in loaded]
+    found["live"] = [states[master]["exp_avg"].norm().item() for master in states if states[master]]
     found["assertions"] = _assertions(engine, initialize)
     engine.destroy()
     return found
@@ -220,6 +227,9 @@ def test_gradients_in_no_sync_and_inner_state_are_those_of_stock() -> None:
         assert ours["is ZeRO"] and stock["is ZeRO"]
         assert ours["steps"] == stock["steps"] == {2.0}
         assert ours["mapped"][0] == stock["mapped"][0] == dict.fromkeys(("exp_avg", "exp_avg_sq", "step"))
+        # Ours has an entry for each bucket, stock one for each group.
+        assert {(kind, step) for kind, step, _ in ours["saved"]} == {(kind, step) for kind, step, _ in stock["saved"]}
+        assert [norm for *_, norm in ours["saved"]] == ours["live"]
         assert ours["assertions"] == stock["assertions"]
         assert {"vector", "no model", "step", "batch"} <= set(ours["assertions"])
         assert "coalesce" in ours["assertions"] or not hasattr(DeepSpeedEngine, "coalesce_grad_reduction")
