@@ -6,9 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-import galore_torch
 import pytest
-import pytorch_optimizer
 import torch
 from torch import Tensor, nn
 
@@ -16,6 +14,9 @@ from deepspeed_ext.optimizers import OWN_OPTIMIZERS, shampoo
 from deepspeed_ext.optimizers.base import LocalMatrices, Shard, StepScalars
 from deepspeed_ext.optimizers.muon import orthogonalize
 from deepspeed_ext.optimizers.shampoo import _joined, _split
+
+galore_torch = pytest.importorskip("galore_torch")
+pytorch_optimizer = pytest.importorskip("pytorch_optimizer")
 
 STEPS = 10
 MATRIX_OPTIMIZERS = ("Muon", "NorMuon", "SOAP", "Shampoo", "GaLore", "Dion")
