@@ -249,6 +249,11 @@ def has_torchrun_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
+def torchrun_attempt() -> str | None:
+    """How often torchrun has started the ranks again; None with several nodes, whose agents may count differently."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT") if os.environ.get("GROUP_WORLD_SIZE") == "1" else None
+
+
 def set_default(name: str, value: str) -> None:
     """Sets a variable that a library reads (cuBLAS workspace), unless the user has set it."""
     os.environ.setdefault(name, value)

@@ -33,7 +33,7 @@ def make_store(launch: RankEnvironment, timeout: timedelta) -> dist.Store | None
         timeout: limit of the connection and of later reads.
 
     Returns:
-        The store; None where torchrun has started one.
+        The store; None where the agents of torchrun on several nodes have one.
 
     Raises:
         ConfigError: the store is of another run.
@@ -43,7 +43,12 @@ def make_store(launch: RankEnvironment, timeout: timedelta) -> dist.Store | None
     if launch.launcher is Launcher.ALONE:
         return dist.HashStore()  # a single process needs no port, which another program could have taken meanwhile
     if environment.has_torchrun_store():
-        return None
+        attempt = environment.torchrun_attempt()
+        if attempt is None:
+            return None
+        # On one node torchrun may keep its store over attempts, and with it the addresses of ranks that are gone.
+        kept = dist.TCPStore(launch.master_addr, launch.master_port, timeout=timeout, wait_for_workers=False)
+        return dist.PrefixStore(f"attempt-{attempt}", kept)
     token = environment.rendezvous_token()
     listener = _listen(launch, token) if launch.rank == 0 else None
     store: dist.Store = dist.TCPStore(

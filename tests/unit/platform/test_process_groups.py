@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from megatron.optimus import pretrain
 from megatron.optimus.config.schema import ConfigError, DistributedBackend
+from megatron.optimus.platform import environment
 from megatron.optimus.platform.environment import Launcher, RankEnvironment, detect, free_port
 from megatron.optimus.platform.process_groups import init, lost_peer_reason, shutdown
 
@@ -40,6 +41,34 @@ def test_one_process() -> None:
     assert not dist.is_initialized()
     shutdown()  # a second time does nothing
     init(detect({}), CPU, DistributedBackend.AUTO, MINUTE)  # and another start works
+
+
+def test_ranks_that_torchrun_starts_again_meet_at_once(tmp_path: Path) -> None:
+    """torchrun --nproc-per-node keeps its store, in which the addresses of the attempt before still are."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        textwrap.dedent("""
+        import os, sys, torch, torch.distributed as dist
+        from datetime import timedelta
+        from megatron.optimus.config.schema import DistributedBackend
+        from megatron.optimus.platform import environment, process_groups
+        attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        open(f"{sys.argv[1]}/attempt-{attempt}", "w").close()
+        launch = environment.detect(os.environ)
+        process_groups.init(launch, torch.device("cpu"), DistributedBackend.AUTO, timedelta(seconds=60))
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        assert total.item() == 3
+        dist.barrier()
+        os._exit(1 if attempt < 2 else 0)
+    """)
+    )
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3", "--max-restarts", "5"]
+    torchrun += ["--monitor-interval", "0.1", "--master-port", str(free_port())]
+    env = environment.current() | environment.import_path()
+    done = subprocess.run([*torchrun, program, tmp_path], capture_output=True, text=True, timeout=100, env=env)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert len(list(tmp_path.glob("attempt-*"))) == 3, done.stderr[-2000:]
 
 
 def test_a_rank_that_is_gone_is_told_from_other_errors() -> None:
