@@ -477,12 +477,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     options.device = Device(options.device)
     is_cpu = options.device is Device.CPU
     options.steps = options.steps or (_STEPS if is_cpu else _STEPS_ON_DEVICE)
-    # Ranks of several simulated nodes would share one GPU.
     possible = [name for name, fault in FAULTS.items() if is_cpu or not (fault.needs_tcp or fault.needs_agents)]
     names = possible if options.faults is None else options.faults.split(",")
     for name in names:
         if name not in FAULTS:
             raise ConfigError(f"unknown fault {name!r} in --faults; {did_you_mean(name, FAULTS, 'see --help')}")
+        if FAULTS[name].needs_agents and not is_cpu:
+            raise ConfigError(f"--faults={name} needs --device=cpu: ranks of two simulated nodes would share a GPU")
     if options.nodes < 2 and options.faults is None:
         names.remove("two-nodes")
     if options.nodes < 2 and "two-nodes" in names:

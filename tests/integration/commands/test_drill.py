@@ -68,6 +68,7 @@ def test_faults_of_gpus_need_no_tcp(tmp_path: Path) -> None:
     ("words", "text"),
     [
         (["--faults", "kil"], "unknown fault 'kil'"),
+        (["--faults", "agent", "--device", "cuda"], "--faults=agent needs --device=cpu"),
         (["--ranks", "3"], "--ranks=3 must be 2 or more and a multiple of --nodes=2"),
         (["--out", "/"], "/ is not empty"),
     ],
