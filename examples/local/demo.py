@@ -69,6 +69,8 @@ def prepare_data(run_dir: Path, corpus: Path, vocab_size: int) -> tuple[Path, Pa
     run("train a byte-level BPE tokenizer", sys.executable, *train_tokenizer, "--vocab-size", vocab_size, "--overwrite")
     for leftover in ("checkpoints", "data", "hf"):
         shutil.rmtree(run_dir / leftover, ignore_errors=True)
+    for leftover in ("last_checkpoint.json", "metrics.jsonl", "expert_load_history.jsonl"):  # else the run goes on
+        (run_dir / leftover).unlink(missing_ok=True)
     preprocess = [ROOT / "tools/preprocess_data.py", "--input", corpus, "--output-prefix", prefix]
     preprocess += ["--tokenizer-model", tokenizer, "--append-eod", "--workers", os.cpu_count() or 1]
     run("tokenize into Megatron .bin/.idx files", sys.executable, *preprocess)

@@ -38,6 +38,10 @@ def test_the_whole_path_leaves_what_it_promises(tmp_path: Path) -> None:
     ).stdout  # fmt: skip
     words = shlex.split(shown)
     assert words[-2:] == ["--corpus", str(corpus)], shown
+    run_dir.mkdir()  # as an earlier demo leaves it: the README's second command comes after the first
+    (run_dir / ".demo").touch()
+    (run_dir / "last_checkpoint.json").write_text('{"folder": "checkpoints", "step": 6}')
+    (run_dir / "metrics.jsonl").write_text('{"step": 6, "save_drain_s": 0.1}\n')
     result = demo(run_dir, *words[-2:])
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
     assert "resumed from" in result.stdout and "step 3, 24 samples consumed" in result.stdout
