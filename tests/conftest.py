@@ -6,9 +6,12 @@ import setuptools  # noqa: F401  # before anything imports distutils: setuptools
 import contextlib
 import gc
 import os
+from typing import Any
 
 import pytest
 import torch
+
+from tests.helpers import start_fork_server, use_fork_server
 
 with contextlib.suppress(ImportError):  # whoever runs tests without it misses those that need it, not all
     from hypothesis import HealthCheck, settings
@@ -22,8 +25,16 @@ with contextlib.suppress(ImportError):  # whoever runs tests without it misses t
 LONGEST = ("tests/distributed/", "tests/ops/test_autotune.py", "tests/integration/")
 
 
-def pytest_configure() -> None:
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """All workers of pytest-xdist fork their ranks from one server: what it imports takes six seconds."""
+    node.workerinput["fork_server"] = start_fork_server()
+
+
+def pytest_configure(config: pytest.Config) -> None:
     """Each worker of pytest-xdist has a GPU of its own first, and sees the others for tests of several."""
+    if address := getattr(config, "workerinput", {}).get("fork_server"):
+        use_fork_server(address)
     worker, count = os.environ.get("PYTEST_XDIST_WORKER", ""), torch.cuda.device_count()
     if worker and count > 1 and "CUDA_VISIBLE_DEVICES" not in os.environ:
         first = int(worker.removeprefix("gw"))

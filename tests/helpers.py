@@ -11,6 +11,7 @@ import contextlib
 import importlib
 import importlib.util
 import multiprocessing as mp
+import multiprocessing.forkserver
 import os
 import pickle
 import random
@@ -21,6 +22,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import MappingProxyType
@@ -30,6 +32,35 @@ from typing import Any
 assert importlib.util.find_spec("tests.preload") is not None, "tests/preload.py is missing"
 _CONTEXT = mp.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.preload"])
+_SERVER: Any = multiprocessing.forkserver._forkserver  # type: ignore[attr-defined]
+
+
+def start_fork_server() -> str:
+    """Starts the fork server, which ends with this process: its address for ``use_fork_server``.
+
+    "" where this Python's servers serve only those that know a key (3.14).
+    """
+    if hasattr(_SERVER, "_forkserver_authkey"):
+        return ""
+    before = [os.dup(stream) for stream in (1, 2)]  # pytest's files: what ranks print would come out at the end
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(nowhere, stream)
+    try:
+        _SERVER.ensure_running()
+    finally:
+        for stream, kept in zip((1, 2), before, strict=True):
+            os.dup2(kept, stream)
+            os.close(kept)
+        os.close(nowhere)
+    return str(_SERVER._forkserver_address)
+
+
+def use_fork_server(address: str) -> None:
+    """Has this process fork its ranks from the server of another one, which has imported everything once for all."""
+    _SERVER._forkserver_address = address
+    _SERVER._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)  # a request carries one; the server's is its own
+    _SERVER.ensure_running = resource_tracker.ensure_running
 
 
 def _worker(
@@ -81,13 +112,15 @@ def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any, timeout
     return _run(_CONTEXT, fn, world_size, args, timeout, "cpu")
 
 
-def start_program(module: str, argv: list[str], world_size: int, timeout: float) -> subprocess.CompletedProcess[str]:
+def start_program(
+    module: str, argv: list[str], world_size: int, timeout: float, stdout: str = ""
+) -> subprocess.CompletedProcess[str]:
     """``main(argv)`` of a module on forked ranks, with the variables that torchrun sets: what they printed, and an exit
     code that is not 0, if there is one. Ranks that have not ended in ``timeout`` seconds, or 10 after one that failed,
-    are killed."""
+    are killed. ``stdout``: a device to print to."""
     port = free_port()
     with tempfile.TemporaryDirectory() as folder:
-        out, err = (os.path.join(folder, name) for name in ("out", "err"))
+        out, err = (os.path.join(folder, name) for name in (stdout or "out", "err"))
         ranks = []
         for rank in range(world_size):
             words = (module, argv, rank_variables(rank, world_size, port), out, err)
@@ -103,7 +136,7 @@ def start_program(module: str, argv: list[str], world_size: int, timeout: float)
             rank.kill()
             rank.join()
         codes += [rank.exitcode for rank in ranks]  # of those that were killed
-        printed = (Path(path).read_text() if os.path.exists(path) else "" for path in (out, err))
+        printed = (Path(path).read_text() if os.path.isfile(path) else "" for path in (out, err))
         return subprocess.CompletedProcess([module, *argv], next(filter(None, codes), 0), *printed)
 
 

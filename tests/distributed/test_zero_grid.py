@@ -20,7 +20,7 @@ from torch import nn
 import deepspeed_ext
 from tests.helpers import run_distributed
 
-STEPS, ACCUMULATION, MAX_NORM = 10, 2, 0.05
+STEPS, ACCUMULATION, MAX_NORM = 5, 2, 0.05
 LR, DECAY, BETAS, EPS = 3e-3, 0.1, (0.9, 0.95), 1e-8
 NO_DECAY = ("norm", "down")  # among them experts: stock DeepSpeed loses their own weight decay
 

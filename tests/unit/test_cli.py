@@ -75,9 +75,16 @@ def test_a_start_imports_nothing_slow_that_it_does_not_use() -> None:
 
 @pytest.mark.parametrize("path", FACES, ids=lambda path: path.stem)
 def test_a_tool_is_a_face_of_one_command(path: Path) -> None:
+    """All have the same text but for the command's name, whose help has a test above."""
     [name] = FACES[path]
-    done = subprocess.run([sys.executable, str(path), "--help"], cwd="/", capture_output=True, text=True, check=True)
-    assert done.stdout.startswith(f"usage: optimus {name} ")
+    [of_one] = FACES[ROOT / "tools/doctor.py"]
+    assert path.read_text() == (ROOT / "tools/doctor.py").read_text().replace(of_one, name)
+
+
+def test_a_tool_is_started_from_any_folder() -> None:
+    words = [sys.executable, str(ROOT / "tools/expert_balance.py"), "--help"]
+    done = subprocess.run(words, cwd="/", capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("usage: optimus expert-balance ")
 
 
 def test_the_package_can_be_run() -> None:
