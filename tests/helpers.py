@@ -17,6 +17,7 @@ import pickle
 import random
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 import traceback
@@ -144,6 +145,8 @@ def _program(module: str, argv: list[str], variables: dict[str, str], out: str, 
     os.environ.update(variables)
     for stream, path in ((1, out), (2, err)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), stream)
+    if not os.path.isfile(out):
+        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115 - buffered, even if PYTHONUNBUFFERED was set
     from megatron.optimus.platform.process_exit import run_program
 
     run_program(lambda: importlib.import_module(module).main(argv))
