@@ -17,7 +17,7 @@ from megatron.optimus.convert import Options, convert
 from tests.helpers import start_program
 from tests.integration.conftest import Program, environment
 
-NEW_TOKENS, PROMPTS = 8, 200
+NEW_TOKENS, PROMPTS = 8, 100
 DENSE = ["--num-experts", 0, "--moe-router-topk", 1, "--qk-layernorm", "false", "--ffn-hidden-size", 48]
 
 

@@ -4,8 +4,6 @@ import json
 import math
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,11 +16,10 @@ from megatron.optimus.config.family import Family
 from megatron.optimus.config.schema import ConfigError, ModelConfig
 from megatron.optimus.convert import Options, convert, open_source
 from megatron.optimus.convert.megatron_map import megatron_tensors
+from tests.helpers import start_program
 
 pytest.importorskip("transformers")
 from .convert_cases import assert_same, hf_model, our_config, our_run, tensors
-
-_ROOT = Path(__file__).parents[3]
 
 
 def test_destination_rules(tmp_path):
@@ -150,21 +147,16 @@ def test_a_pipe_in_a_hugging_face_folder_is_an_error_and_no_wait(tmp_path, name)
 def test_command_line(tmp_path):
     hf_model("olmoe").save_pretrained(tmp_path / "hf")
 
-    def tool(*arguments):
-        return subprocess.run(
-            [sys.executable, str(_ROOT / "tools" / "convert_checkpoint.py"), *map(str, arguments)],
-            capture_output=True,
-            text=True,
-            check=False,
-            cwd=tmp_path,
-        )
+    def tool(*options):
+        words = ["convert", str(tmp_path / "hf"), str(tmp_path / "ours"), "--to", "optimus", *options]
+        return start_program("megatron.optimus.cli", words, 1, timeout=60)
 
-    done = tool("hf", "ours", "--to", "optimus", "--dry-run")
+    done = tool("--dry-run")
     assert done.returncode == 0 and "layers.1.moe.experts.down_weight  float32  [4, 32, 24]" in done.stdout, done.stderr
     assert not (tmp_path / "ours").exists()
-    done = tool("hf", "ours", "--to", "optimus")
-    assert done.returncode == 0 and "wrote ours: 25 tensors" in done.stdout, done.stdout + done.stderr
-    done = tool("hf", "ours", "--to", "optimus")
+    done = tool()
+    assert done.returncode == 0 and f"wrote {tmp_path / 'ours'}: 25 tensors" in done.stdout, done.stdout + done.stderr
+    done = tool()
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "add --overwrite" in done.stderr
 
 

@@ -163,7 +163,7 @@ def test_lm_eval_gets_what_it_gets_in_process(served: Served, monkeypatch: pytes
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
     options = dict(
         tasks=["optimus_science", "optimus_text", "optimus_arithmetic"], limit=3, bootstrap_iters=0,
-        task_manager=TaskManager(include_path="examples/evaluation"), log_samples=True,
+        task_manager=TaskManager(include_path="examples/evaluation", include_defaults=False), log_samples=True,
     )  # fmt: skip
     arguments = dict(
         model=NAME, base_url=f"{served.url}/v1/completions", tokenizer=str(served.model.tokenizer_path),
