@@ -4,7 +4,6 @@ import json
 import math
 import os
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
