@@ -10,19 +10,16 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
-from megatron.optimus.checkpoint import CheckpointError, Manifest, save
+from megatron.optimus.checkpoint import Manifest
 from megatron.optimus.checkpoint.manifest import MANIFEST_NAME, StoredPiece, TensorEntry
-from megatron.optimus.checkpoint.reader import ShardFiles
 from megatron.optimus.checkpoint.shards import shard_header
-from megatron.optimus.checkpoint.slices import Region, TensorSlice
+from megatron.optimus.checkpoint.slices import Region
 from megatron.optimus.config.presets import PRESETS
-from megatron.optimus.config.schema import ModelConfig, RunConfig
 from megatron.optimus.config.serialize import from_dict, to_dict
-from megatron.optimus.convert import FORMATS, Options, convert, open_source
-from megatron.optimus.convert.formats import matrices
+from megatron.optimus.convert import FORMATS, convert
 from megatron.optimus.models.parameters import parameter_shapes
+from tests.unit.convert.test_optimus import write_model
 
 _ROOT = Path(__file__).parents[3]
 _MB = 1 << 20
@@ -75,25 +72,6 @@ for case in json.loads(sys.argv[2]):
 """
 
 
-def write_model(folder, experts):
-    config = ModelConfig(
-        num_layers=1,
-        hidden_size=256,
-        num_attention_heads=4,
-        vocab_size=1024,
-        num_experts=experts,
-        moe_ffn_hidden_size=512,
-        moe_router_topk=2,
-    )
-    slices = []
-    for index, (name, shape) in enumerate(parameter_shapes(config).items()):
-        flat = torch.arange(math.prod(shape), dtype=torch.float32).mul_(1e-6).add_(index)
-        slices.append(TensorSlice(name, "weight", shape, 0, len(flat), flat))
-    run = to_dict(RunConfig(model=config))
-    save(folder, 1, slices, kind="model", consumed_samples=0, config=run, metadata={})
-    return sum(len(piece.tensor) * 4 for piece in slices)
-
-
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="reads Linux's account of memory")
 def test_memory_does_not_grow_with_the_model(tmp_path):
     """The experts are pieces of 160 and 80 MB; a single matrix has half a megabyte, each of a few buffers 16."""
@@ -111,39 +89,6 @@ def test_memory_does_not_grow_with_the_model(tmp_path):
     grown = [int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("GREW ")]
     for to, grew in zip(cases, grown, strict=True):
         assert grew < 140 * _MB, (to, grew / _MB)
-
-
-@pytest.mark.parametrize(("to", "times"), [("hf", 1), ("universal", 1), ("zero", 1), ("megatron", 2)])
-def test_every_byte_of_the_source_is_read_once(tmp_path, monkeypatch, to, times):
-    """Hashed on the way; only where matrices are wanted out of order is a piece read once more, to verify it before."""
-    size, read, whole = write_model(tmp_path / "model", 4), [], ShardFiles.read
-
-    def counted(files, chunk, buffer):
-        read.append(chunk.num_bytes)
-        return whole(files, chunk, buffer)
-
-    monkeypatch.setattr(ShardFiles, "read", counted)
-    options = Options(tp=2) if to == "megatron" else Options(names="hf")
-    convert(tmp_path / "model", tmp_path / to, to=to, options=options)
-    assert size <= sum(read) <= times * size
-    if times == 1:
-        assert sum(read) == size
-    shard = next((tmp_path / "model/model-00000001").glob("*.safetensors"))
-    data = bytearray(shard.read_bytes())
-    for at in (len(data) - 1, len(data) // 2):  # whatever was made of it before the piece's last byte came
-        data[at] ^= 1
-        shard.write_bytes(data)
-        with pytest.raises(CheckpointError, match="damaged: xxh3_128"):
-            convert(tmp_path / "model", tmp_path / "not", to=to, options=options)
-        assert not (tmp_path / "not").exists()
-        source = open_source(tmp_path / "model")
-        for name, start, stop in matrices(source.model):
-            if start == 0:
-                source.read(name, "weight", 0, stop // 2 if stop > 256 else stop)
-        with pytest.raises(CheckpointError, match="damaged: xxh3_128"):
-            source.finish()  # the rest is looked at although nobody wanted it
-        source.close()
-        data[at] ^= 1
 
 
 @pytest.mark.parametrize("name", ["mula-1b", "mula-7b-a1b", "mula-20b-a2b", "mula-100b-a7b", "mula-220b-a10b"])
