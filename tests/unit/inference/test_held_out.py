@@ -10,34 +10,19 @@ from typing import Any
 import pytest
 
 from megatron.optimus.commands.make_tasks import main
-from megatron.optimus.config.schema import TokenizerType
-from megatron.optimus.data.indexed import IndexedDatasetWriter
-from megatron.optimus.data.tokenize.identity import TokenizerIdentity, write_identity
-from megatron.optimus.data.tokenize.tokenizer import ByteLevelTokenizer
 from megatron.optimus.inference.held_out import NUM_EXAMPLES, TASKS
 from megatron.optimus.inference.score import score
 from megatron.optimus.inference.tasks import Variant, find_tasks, load_tasks, run_tasks, scores
-from tests.unit.inference.cases import checkpoint, loaded
+from tests.unit.inference.cases import DOCUMENTS, checkpoint, loaded, pair_of_documents, text_of
 
 pytest.importorskip("lm_eval")
 
-DOCUMENTS, WORDS = 60, 20  # words of a document, such as "d7w12"
 OPTIONS = ["--words", "8", "--items", "30", "--split", "50,50,0"]
-
-
-def text_of(document: int) -> str:
-    return " ".join(f"d{document}w{word}" for word in range(WORDS)) + "\n"
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A pair with its tokenizer's identity; documents from 30 on and a part of one before are its second half."""
-    prefix, tokenizer = tmp_path_factory.mktemp("data") / "corpus", ByteLevelTokenizer()
-    with IndexedDatasetWriter(prefix, "uint16") as writer:
-        for document in range(DOCUMENTS):
-            writer.add_document([*tokenizer.encode(text_of(document)), tokenizer.eod_id])
-    write_identity(str(prefix), TokenizerIdentity.of(TokenizerType.BYTE, None))
-    return prefix
+    return pair_of_documents(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")
@@ -110,18 +95,3 @@ def test_the_harness_asks_what_the_files_say(
     for sample in shots["held_out_cloze"]:
         example, _, question = sample["arguments"][0][0].partition("\n\n")
         assert example in examples and question == sample["doc"]["context"]
-
-
-def test_what_cannot_be_made_is_one_line(pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    one = tmp_path / "one.jsonl"
-    one.write_text(json.dumps({"text": "few words"}) + "\n")
-    corpus = [str(pair), "--out", str(tmp_path)]
-    for words, message in {
-        (str(one), "--out", str(tmp_path)): "1 texts have 0 passages of 48 words; 20 are needed at least",
-        (str(tmp_path / "none"), "--out", str(tmp_path)): f"{tmp_path / 'none'}: no such file",
-        (*corpus, "--part", "test"): "no whole document is in the test split (969,30,1)",
-        (*corpus, "--tokenizer-model", str(tmp_path / "gone")): "gone",
-    }.items():
-        assert main(words) == 2
-        error = capsys.readouterr().err
-        assert message in error and error.count("\n") == 1, error
