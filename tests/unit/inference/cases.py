@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from megatron.optimus.platform.ranks import Ranks
 from tests.unit.checkpoint.test_state import FakeOptimizer
 
 DOCUMENTS, WORDS = 60, 20  # words of a document, such as "d7w12"
+OPTIONS = ["--words", "8", "--items", "30", "--split", "50,50,0"]
 SHAPE: dict[str, Any] = dict(
     num_layers=2,
     hidden_size=32,
@@ -103,3 +105,7 @@ def pair_of_documents(folder: Path) -> Path:
             writer.add_document([*tokenizer.encode(text_of(document)), tokenizer.eod_id])
     write_identity(str(prefix), TokenizerIdentity.of(TokenizerType.BYTE, None))
     return prefix
+
+
+def read_questions(folder: Path, task: str, name: str = "test") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / f"{task}.{name}.jsonl").read_text().splitlines()]

@@ -160,12 +160,3 @@ def test_limits_are_learned() -> None:
     assert watch.limit(beat(9, 5, 0.1, "reading ahead")) == 120.0
     assert watch.limit(beat(9, 5, 0.1, "saving a checkpoint")) == 600.0  # it may be a hundred times as slow today
     assert fixed.limit(beat(9, 5, 30.0)) == 7.0
-
-
-def test_without_a_launcher_a_beat_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(environment.AGENT_FOLDER, raising=False)
-    heartbeat.connect(0)
-    began = time.perf_counter()
-    for _ in range(10_000):
-        heartbeat.beat("optimizer step", 3)
-    assert time.perf_counter() - began < 1.0

@@ -115,19 +115,3 @@ def test_logits_loss_and_gradients_equal_transformers(case: str) -> None:
         largest = other.grad.abs().max()
         assert largest > 0, name
         assert (mine.grad - other.grad).abs().max() <= 1e-5 * largest + 1e-8, name
-
-
-def test_auxiliary_loss_equals_transformers_for_one_layer() -> None:
-    """transformers pools layers; for a single layer its loss and ours are the same quantity."""
-    from transformers.models.olmoe.modeling_olmoe import load_balancing_loss_func
-
-    from megatron.optimus.moe.router import load_balancing_loss
-    from megatron.optimus.ops import router_statistics
-    from megatron.optimus.ops.reference import router_topk
-
-    torch.manual_seed(1)
-    logits_TE = torch.randn(50, 8)
-    routing = router_topk(logits_TE, 3)
-    statistics = router_statistics(logits_TE, routing.scores_TE, routing.indices_TK)
-    ours = load_balancing_loss(statistics.share_E, statistics.counts_E, 50)
-    torch.testing.assert_close(ours, load_balancing_loss_func((logits_TE,), 8, 3))
