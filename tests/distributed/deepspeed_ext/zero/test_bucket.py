@@ -1,4 +1,4 @@
-"""When buckets travel, who waits for them, what they cost in memory: the optimizer's schedule on two gloo ranks."""
+"""When buckets travel and what they cost in memory: the optimizer's schedule on gloo ranks."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import deepspeed_ext
-from tests.distributed.lazy_updates import READERS, lazy_updates
-from tests.distributed.param_waits import compiled, waits
-from tests.distributed.test_zero_exact import build_engine, train_step
+from tests.distributed.deepspeed_ext.zero.test_optimizer import build_engine, train_step
 from tests.distributed.zero_stack import UNIT, WIDTH, Stack, distance, input_of, serial, sharded, take_step
 from tests.helpers import run_distributed
 from tests.unit.deepspeed_ext import toy
@@ -43,28 +41,6 @@ def _different_use(rank: int, stage: int) -> float:
         take_step(model, optimizer, step, rank, use_side=use_side(step, rank))
     optimizer.wait_for_params()
     return distance(model, serial(5, use_side))
-
-
-def _awaited(rank: int) -> tuple[int, list[int], bool]:
-    """Buckets being gathered after step(), then as each layer is reached; whether a state dict waits for all."""
-    model = Stack()
-    optimizer = sharded(model, overlap_param_gather=True)
-    buckets = optimizer._reducer.buckets
-
-    def pending() -> int:
-        return sum(bucket._gathering is not None for bucket in buckets)
-
-    for step in range(2):
-        take_step(model, optimizer, step, rank, use_side=True)
-    after_step = pending()
-    seen: list[int] = []
-    hooks = [layer.register_forward_hook(lambda *_: seen.append(pending())) for layer in model.layers]
-    model(input_of(2, rank))
-    for hook in hooks:
-        hook.remove()
-    take_step(model, optimizer, 2, rank, use_side=True)
-    model.state_dict()
-    return after_step, seen, pending() == 0
 
 
 class _AddsToMainGrad(torch.autograd.Function):
@@ -230,10 +206,6 @@ def _scenarios(rank: int, world: int) -> dict[str, Any]:
     results = {
         "early": _launched_early(rank),
         "different": [_different_use(rank, stage) for stage in (1, 2)],
-        "awaited": _awaited(rank),
-        "waits": waits(rank, sharded),
-        "lazy": lazy_updates(rank),
-        "compiled": compiled(rank),
         "main_grad": _main_grad(rank),
         "late": _late_gradient(rank),
         "muon": _muon(rank),
@@ -244,33 +216,12 @@ def _scenarios(rank: int, world: int) -> dict[str, Any]:
     return results
 
 
-def _check_compiled(found: dict[str, Any]) -> None:
-    assert "deepspeed_ext" not in (cut_by := found.pop("cut by")) and "Work" not in cut_by, cut_by
-    serial = found["not"][2]
-    for style, (after_steps, after_forwards, output) in found.items():
-        assert after_steps[0] == 0 < min(after_steps[1:]), f"{style}: the first step waits, later ones do not"
-        assert after_forwards == [0, 0, 0, 0] and torch.equal(output, serial), style
-
-
 def test_schedule() -> None:
     for result in run_distributed(_scenarios, 2):
         early = result["early"]
         assert early[0] == 0, "the first backward teaches how often gradients arrive"
         assert min(early[1:]) > 10, f"buckets must leave while backward runs: {early}"
         assert max(result["different"]) < 1e-5
-        after_step, seen, state_dict_waits = result["awaited"]
-        assert after_step > 10 and seen == sorted(seen, reverse=True) and seen[0] > seen[-1] > 0
-        assert state_dict_waits
-        found = result["waits"]
-        assert found.pop("in order") == (6, []), "step() gives every layer its hook"
-        between, hooked, late = found.pop("after forward")
-        assert 0 < between[0] < 6 and between[1] > 0, "only what lies in the buckets at hand has lost it"
-        assert hooked == 0 and not late
-        ends = {"copied": True, "state dict of a part": 0, "loaded": (0.5, 0.5), "destroyed": 0}
-        assert {name: found.pop(name) for name in ends} == ends
-        assert len(found) == 6 and all(seen == (True, []) for seen in found.values()), found
-        assert result["lazy"] == dict.fromkeys(READERS, (True, True))
-        _check_compiled(result["compiled"])
         assert result["main_grad"] == (True, True, True)
         assert "after its bucket had been reduced" in result["late"], result["late"]
         distance, norm_error, norm = result["muon"]

@@ -17,7 +17,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 import deepspeed_ext
-from tests.distributed.test_zero_exact import ACCUMULATION, MAX_NORM, build_engine, dump, train_step
+from tests.distributed.deepspeed_ext.zero.test_optimizer import ACCUMULATION, MAX_NORM, build_engine, dump, train_step
 from tests.helpers import run_distributed
 from tests.unit.deepspeed_ext import toy
 
