@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron.optimus.launcher import hangs
-from megatron.optimus.launcher.hangs import HangWatch
+from megatron.optimus.launcher.hangs import HangWatch, RankFacts, describe
 from megatron.optimus.platform import environment, heartbeat
 from megatron.optimus.platform.heartbeat import Beat
 
@@ -160,3 +160,24 @@ def test_limits_are_learned() -> None:
     assert watch.limit(beat(9, 5, 0.1, "reading ahead")) == 120.0
     assert watch.limit(beat(9, 5, 0.1, "saving a checkpoint")) == 600.0  # it may be a hundred times as slow today
     assert fixed.limit(beat(9, 5, 30.0)) == 7.0
+
+
+def facts(rank: int, *, count: int = 7, waits: str | None = "all_reduce", stopped: bool = False) -> RankFacts:
+    return RankFacts(
+        rank, 100 + rank, stopped, True, count, f" in phase {count}", True, waits, "f (a.py:1)", f"x{rank}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "named"),
+    [
+        ([facts(0), facts(1), facts(2, waits=None)], 2),  # alone outside of a collective, though none is behind
+        ([facts(0), facts(1, count=6), facts(2)], 1),  # all wait: the one behind
+        ([facts(0, count=6, waits=None), facts(1), facts(2, stopped=True)], 2),  # stopped: whatever the others do
+    ],
+)
+def test_the_rank_that_hangs_is_named_over_all_nodes(ranks: list[RankFacts], named: int) -> None:
+    rank, text = describe(ranks, Path("stacks"))
+    assert rank == named
+    assert text.startswith(f"rank {named} (process {100 + named} on node x{named}): ")
+    assert text.endswith("; the other ranks wait in all_reduce; stacks of all ranks: stacks")
