@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import json
 import re
 import statistics
@@ -14,7 +13,6 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
 
 from megatron.optimus.config.checks import check
 from megatron.optimus.config.costs import OperationCounts, flops_per_token
@@ -22,19 +20,15 @@ from megatron.optimus.config.load import load
 from megatron.optimus.config.rank_plan import rank_plans
 from megatron.optimus.config.schema import ConfigError
 from megatron.optimus.models.activations import CUDA
-from megatron.optimus.models.parameters import num_parameters
 from megatron.optimus.models.work import shared_work
 from megatron.optimus.moe.traffic import dispatcher_traffic, rows_needed
 from megatron.optimus.parallel.pipeline_stages import stage_plan
 from megatron.optimus.planner.communication import collectives
-from megatron.optimus.planner.hardware import AURORA, H200, MACHINES
+from megatron.optimus.planner.hardware import AURORA, H200
 from megatron.optimus.planner.memory import memory_of
 from megatron.optimus.planner.plan import plan
-from megatron.optimus.planner.report import figures
 from megatron.optimus.planner.search import search
 from megatron.optimus.planner.step_time import busy, compute_seconds, micro_batch_work, seconds, step_time
-from megatron.optimus.planner.weak_scaling import PAPER, weak_scaling
-from megatron.optimus.platform.device import peak_flops
 
 ROOT = Path(__file__).resolve().parents[3]
 SYMMETRIC = (
@@ -79,21 +73,6 @@ def test_peaks_and_steps_measured_on_h200_are_predicted() -> None:
             assert memory.peak == pytest.approx(result["peak_bytes"], rel=0.05), result["case"]
         step = statistics.median(result["step_s"][2:])
         assert step_time(members, machine).total == pytest.approx(step, rel=0.10), result["case"]
-
-
-def test_gradients_that_wait_in_stage_2s_first_backward_are_a_peak_where_activations_are_few() -> None:
-    words = "--preset mula-7b-a1b --zero-stage 2 --seq-length 4096 --global-batch-size 128 --micro-batch-size "
-    [share], [larger] = (rank_plans(load(f"{words}{size}".split()).config, 16) for size in (1, 8))
-    few, many = memory_of(share), memory_of(larger)
-    bf16 = 2 * num_parameters(share)
-    assert few.pool == many.pool
-    assert few.worst.name == "first backward, end"
-    assert bf16 < few.peak - few.states.total - few.buffers < bf16 + few.pool
-    assert many.worst.name == "layer 16 of 16, experts, backward"
-    moments = [moment for moment in few.moments if moment.name.startswith("first backward, layer")]
-    layer = bf16 // share.num_layers
-    waiting = [after.temporaries - before.temporaries for before, after in itertools.pairwise(moments)]
-    assert len(moments) == 16 and all(0.8 * layer < more < layer for more in waiting)  # without the vocabulary's
 
 
 @pytest.mark.parametrize("name", ["1b", "7b_a1b", "20b_a2b", "100b_a7b", "220b_a10b"])
@@ -257,25 +236,6 @@ def test_a_pipeline_of_dense_layers_and_experts_has_the_programs_layers_and_all_
     gates = 6.0 * 10 * model.hidden_size
     counted = (work.gemm_flops + work.attention + work.experts) / tokens - exact + gates
     assert counted == pytest.approx(flops_per_token(model, 4096), rel=1e-12)
-
-
-def test_weak_scaling_falls_and_levels_off() -> None:
-    points = weak_scaling(load("--preset mula-220b-a10b".split()).config, AURORA)
-    efficiencies = [point.efficiency for point in points]
-    assert [point.plan.world_size for point in points] == list(PAPER)
-    assert efficiencies[0] == 1.0
-    assert efficiencies == sorted(efficiencies, reverse=True)
-    assert efficiencies[-1] > 0.85
-    assert all(point.plan.ranks[0].micro_batches == 8 for point in points)
-
-
-def test_every_constant_has_a_source_and_peaks_agree_with_the_trainers() -> None:
-    for machine in MACHINES.values():
-        assert all(figure.value > 0 and figure.source for figure in figures(machine).values())
-        device = {"aurora": "Intel(R) Data Center GPU Max 1550"}.get(machine.name, machine.device)
-        if machine.name != "max1550":  # whose devices have the name of Aurora's, which have fewer cores
-            assert machine.peak.value == peak_flops(device, torch.bfloat16)
-    assert not any(figure.is_measured for figure in figures(AURORA).values())
 
 
 def test_symmetric_memory_is_nobody_s_concern_where_nothing_travels() -> None:

@@ -6,16 +6,12 @@ import json
 import re
 
 import pytest
-import torch
 
-from megatron.optimus.config.costs import FP32
 from megatron.optimus.config.load import load
 from megatron.optimus.config.rank_plan import rank_plans
-from megatron.optimus.planner.hardware import AURORA, H200
-from megatron.optimus.planner.memory import memory_of
+from megatron.optimus.planner.hardware import H200
 from megatron.optimus.planner.optimizer_state import flat_buffers
 from megatron.optimus.planner.step_time import step_time, update_work
-from megatron.optimus.planner.weak_scaling import table, weak_scaling, with_paper_settings
 from tests.distributed.curves import MODEL
 from tests.unit.planner.test_plan import ROOT, script
 
@@ -81,20 +77,6 @@ def test_steps_of_few_tokens_take_as_long_as_their_host(model: str) -> None:
     assert found and planned.launching > 0 and planned.total * 1e3 == pytest.approx(float(found[1]), rel=within)
 
 
-def test_what_norms_and_router_losses_keep_is_measured() -> None:
-    """Peaks of a step with torch's operations and with our kernels: all that differs is what they keep."""
-    steps = script("benchmarks/planner_steps.py")
-    raw = json.loads((ROOT / "benchmarks/results/training_step_720m_h200.json").read_text())
-    older, now, _ = (result["peak_bytes"] for result in raw["results"])
-    words = steps.training_step.words("moe-720m", steps.Options(**raw["options"]))
-    [rank] = rank_plans(steps.run_config(words, torch.device("cuda")), 1)
-    predicted = [memory_of(rank, machine.kernels).peak for machine in (steps.SEPARATE_NORMS, H200)]
-    assert predicted == pytest.approx([older, now], rel=0.003)
-    assert predicted[0] - predicted[1] == pytest.approx(older - now, rel=0.06)
-    layers, tokens, heads = 12, 64 * 1024, 16
-    assert older - now >= FP32 * tokens * layers * (2 * heads + 2), "a number a row of queries, keys and two norms"
-
-
 def test_the_documents_long_sequences_are_what_is_planned_today() -> None:
     long = script("benchmarks/planner_long.py")
     cases = json.loads(long.RAW.read_text())["cases"]
@@ -105,32 +87,11 @@ def test_the_documents_long_sequences_are_what_is_planned_today() -> None:
     assert len(fits) == 12 and [case for case in fits if not fits[case]] == [("mula-100b-a7b", 2**20, "aurora")]
 
 
-def test_the_documents_curve_is_the_raw_files() -> None:
-    raw = (ROOT / "benchmarks/results/weak_scaling_220b_aurora_model.md").read_text()
-    assert raw in PAGE.read_text()
-    config = load("--preset mula-220b-a10b".split()).config
-    curves = {"": weak_scaling(with_paper_settings(config), AURORA), " ": weak_scaling(config, AURORA)}
-    assert table(curves).splitlines()[2:] == raw.splitlines()[2:], "run optimus plan --weak-scaling again"
-
-
 def test_results_left_out_exist() -> None:
     steps = script("benchmarks/planner_steps.py")
     for file, variant in [*steps.SUPERSEDED, *steps.TAKEN]:
         text = (steps.RESULTS / file).read_text()
         assert f'"variant": "{variant}"' in text if variant else "layout_speed" in text, (file, variant)
-
-
-def test_the_documents_table_of_peaks_is_that_of_the_raw_file(capsys: pytest.CaptureFixture[str]) -> None:
-    benchmark = script("benchmarks/planner_memory.py")
-    assert benchmark.compare(ROOT / "benchmarks/results/planner_memory_h200.json")
-    made: dict[str, set[str]] = {}
-    for line in capsys.readouterr().out.splitlines()[2:]:
-        case, _, numbers = line.strip("| ").split(" | ", 2)
-        made.setdefault(case, set()).add(numbers)
-    rows = re.findall(r"^\| ([\w-]+)(?:, stage \d)? \| (\d.* \| [+-]\d+\.\d% \| .*%) \|$", PAGE.read_text(), re.M)
-    assert {case for case, _ in rows} == set(made)
-    for case, numbers in rows:
-        assert numbers in made[case], case
 
 
 def test_what_muon_updates_by_adamw_has_two_moments() -> None:
