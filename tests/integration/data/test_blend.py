@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import Program
+from tests.integration.conftest import Program
 
 
 def metrics(run_dir: Path) -> list[dict[str, float]]:
