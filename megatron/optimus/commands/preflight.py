@@ -32,13 +32,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron.optimus.checkpoint import commit
+from megatron.optimus.commands import prints_errors
 from megatron.optimus.config.duration import last_step
 from megatron.optimus.config.load import Parser, load, whole_number
 from megatron.optimus.config.schema import ConfigError, RunConfig
 from megatron.optimus.planner.reliability import checkpoint_bytes
 from megatron.optimus.platform import environment, files
 from megatron.optimus.platform.exit_codes import STALLED
-from megatron.optimus.platform.log import print_error, printable
+from megatron.optimus.platform.log import printable
 from megatron.optimus.version import __version__
 
 MODULE = "megatron.optimus.commands.preflight"
@@ -52,22 +53,19 @@ SLOWEST = {"bfloat16_tflops": 1.1, "float32_tflops": 1.1, "memory_gb_s": 1.1, "t
 Finding = tuple[int, str]  # rank, -1 for none of them; what was found
 
 
+@prints_errors(ConfigError)
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs ``optimus preflight``: as one rank where a launcher has started this process, else starts the ranks."""
     parser = Parser("preflight", __doc__ or "")
     parser.add_argument("--nproc-per-node", type=whole_number(), metavar="N", default=1, help="ranks to start here [1]")
-    try:
-        args, words = parser.parse_known(argv)
-        launch = environment.detect()
-        config = load(words, "preflight", other_flags=parser.flags).config
-        if launch.launcher is environment.Launcher.ALONE and args.nproc_per_node > 1:
-            from megatron.optimus.launcher.agent import run_local_ranks
+    args, words = parser.parse_known(argv)
+    launch = environment.detect()
+    config = load(words, "preflight", other_flags=parser.flags).config
+    if launch.launcher is environment.Launcher.ALONE and args.nproc_per_node > 1:
+        from megatron.optimus.launcher.agent import run_local_ranks
 
-            return run_local_ranks([sys.executable, "-m", MODULE, *words], args.nproc_per_node)
-        return run_rank(config, launch)
-    except ConfigError as error:
-        print_error(error)
-        return 2
+        return run_local_ranks([sys.executable, "-m", MODULE, *words], args.nproc_per_node)
+    return run_rank(config, launch)
 
 
 def run_rank(config: RunConfig, launch: environment.RankEnvironment) -> int:
