@@ -333,9 +333,8 @@ def _newest_step(config: RunConfig, memory: Path | None) -> int:
 
     The package of checkpoints imports torch, for which a launcher does not wait; hence the names are read here.
     """
-    folder = Path(config.checkpoint.save or Path(config.logging.run_dir) / "checkpoints")
     try:
-        names = os.listdir(folder)
+        names = os.listdir(config.checkpoint_folder)
     except OSError:
         names = []
     steps = [int(found[1]) for found in map(_CHECKPOINT.fullmatch, names) if found]

@@ -95,7 +95,7 @@ def run_rank(config: RunConfig, launch: environment.RankEnvironment) -> int:
     problems: list[str] = []
     checks = [partial(check, device) for check in (check_products, check_memory, check_bandwidth)]
     if launch.local_rank == 0:
-        checks.append(partial(check_folder, folder_of(config)))
+        checks.append(partial(check_folder, config.checkpoint_folder))
     for check in checks:
         try:
             figures |= check()
@@ -215,14 +215,9 @@ def check_folder(folder: Path) -> dict[str, float]:
             path.unlink()
 
 
-def folder_of(config: RunConfig) -> Path:
-    """Returns the folder to which the run will save its checkpoints."""
-    return Path(config.checkpoint.save or Path(config.logging.run_dir) / "checkpoints")
-
-
 def check_space(config: RunConfig) -> list[str]:
     """Compares the folder's free space with what the run's checkpoints will take; returns the problem, if any."""
-    options, folder = config.checkpoint, folder_of(config)
+    options, folder = config.checkpoint, config.checkpoint_folder
     place = next(one for one in (folder.absolute(), *folder.absolute().parents) if one.is_dir())
     full, model = checkpoint_bytes(config)
     steps = last_step(config.training)

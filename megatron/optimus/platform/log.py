@@ -13,6 +13,15 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' * (number != 1)}"
 
 
+def duration(seconds: float) -> str:
+    """12 -> "0:12", 3723 -> "1:02:03", 200000 -> "2d07h"; days matter more than minutes in long runs."""
+    whole = max(0, round(seconds))
+    if whole >= 86400:
+        return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+    hours, minutes = whole // 3600, whole % 3600 // 60
+    return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"
+
+
 # Control characters but tab and line feed, directions of writing, separators of lines, and bytes that are not UTF-8.
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
