@@ -33,6 +33,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from itertools import accumulate, chain
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -264,7 +265,6 @@ def preprocess(
         ConfigError: the options are impossible.
     """
     _check_options(workers, rank, world_size, json_keys, seed)
-    started = time.monotonic()
     shuffle_seed = seed if shuffle or split_by is SplitBy.HASH else None
     paths, tokenizer_type = expand_inputs(inputs), _settle_type(tokenizer_type, tokenizer_model)
     tokenizer, identity = _read_tokenizer(tokenizer_type, tokenizer_model, parse_special_tokens)
@@ -272,25 +272,13 @@ def preprocess(
         *(tokenizer_type, tokenizer_model, tuple(json_keys), append_eod, skip_malformed),
         *(token_dtype(identity.vocab_size), max_line_bytes, shuffle_seed, parse_special_tokens),
     )
-    plan = PartitionPlan(
-        paths,
-        output_prefix,
-        keys=options.keys,
-        recipe=_recipe(options),
-        skip_malformed=skip_malformed,
-        partitions=partitions,
-        per_file=per_file,
-        shared=world_size > 1,
-        shuffle_seed=shuffle_seed,
-        hash_splits=split_by is SplitBy.HASH,
-    )
+    hash_splits, shared = split_by is SplitBy.HASH, world_size > 1
+    plan = _plan(options, paths, output_prefix, partitions, hash_splits=hash_splits, per_file=per_file, shared=shared)
     if not (mine := plan.share(rank, world_size)):
         return PreprocessReport(merged=False)
     plan.begin([] if overwrite else mine)
-    options = _with_fastokens(options, tokenizer, mine[0])
-    return _Preprocessing(plan, mine, options, show_progress or (lambda report: None), log_interval).run(
-        workers, identity, started
-    )
+    work = _Preprocessing(plan, mine, _with_fastokens(options, tokenizer, mine[0]), show_progress, log_interval)
+    return work.run(workers, identity)
 
 
 def _read_tokenizer(kind: TokenizerType, model: str | None, parse_special: bool) -> tuple[Tokenizer, TokenizerIdentity]:
@@ -315,9 +303,11 @@ def _with_fastokens(options: _WorkerOptions, tokenizer: Tokenizer, partition: Pa
     return replace(options, uses_fastokens=True)
 
 
-def _recipe(options: _WorkerOptions) -> dict[str, Any]:
-    """What the tokens of a partition depend on."""
-    return {
+def _plan(
+    options: _WorkerOptions, paths: Sequence[Path], output_prefix: str, partitions: int | None, **flags: bool
+) -> PartitionPlan:
+    """The partitions of the input, with what their tokens depend on; ``flags`` are those of ``PartitionPlan``."""
+    recipe = {
         "tokenizer_type": options.tokenizer_type,
         "tokenizer_model": hash_tokenizer(options.tokenizer_type, options.tokenizer_model),
         "keys": options.keys,
@@ -326,6 +316,8 @@ def _recipe(options: _WorkerOptions) -> dict[str, Any]:
         **({} if options.shuffle_seed is None else {"shuffle": options.shuffle_seed}),
         **({"parse_special_tokens": True} if options.parse_special_tokens else {}),
     }
+    kept = {"keys": options.keys, "skip_malformed": options.skip_malformed, "shuffle_seed": options.shuffle_seed}
+    return PartitionPlan(paths, output_prefix, recipe=recipe, partitions=partitions, **kept, **flags)  # type: ignore[arg-type]
 
 
 def _check_options(workers: int, rank: int, world_size: int, json_keys: Sequence[str], seed: int) -> None:
@@ -367,20 +359,21 @@ class _Preprocessing:
         plan: PartitionPlan,
         partitions: Sequence[Partition],
         options: _WorkerOptions,
-        show_progress: Callable[[PreprocessReport], None],
+        show_progress: Callable[[PreprocessReport], None] | None,
         log_interval: int | None,
     ) -> None:
         self._plan, self._partitions, self._options = plan, partitions, options
-        self._show_progress, self._log_interval = show_progress, log_interval
+        self._show_progress, self._log_interval = show_progress or (lambda report: None), log_interval
+        self._started = time.monotonic()
         self._report = PreprocessReport()  # on the partitions of this process
 
-    def run(self, workers: int, identity: TokenizerIdentity, started: float) -> PreprocessReport:
-        """Does it all, in so many worker processes; returns what ``preprocess`` does. ``started``: time.monotonic()."""
+    def run(self, workers: int, identity: TokenizerIdentity) -> PreprocessReport:
+        """Does it all, in so many worker processes; returns what ``preprocess`` does."""
         missing = [partition for partition in self._partitions if not self._plan.is_done(partition)]
         self._report.partitions_found = len(self._partitions) - len(missing)
         try:
             if missing:
-                self._encode(missing, workers, started)
+                self._encode(missing, workers)
             report = self._finish()
         except BaseException:
             self._plan.abandon()
@@ -388,9 +381,9 @@ class _Preprocessing:
         if report.merged:
             for prefix in report.tokens:
                 write_identity(prefix, identity)
-        return replace(report, seconds=time.monotonic() - started)
+        return replace(report, seconds=time.monotonic() - self._started)
 
-    def _encode(self, partitions: Sequence[Partition], workers: int, started: float) -> None:
+    def _encode(self, partitions: Sequence[Partition], workers: int) -> None:
         """Writes the pairs of ``partitions``, one after the other."""
         to_read, read = sum(partition.num_bytes for partition in partitions), 0
         # spawned, not forked: the tokenizer library's threads do not survive a fork
@@ -413,16 +406,16 @@ class _Preprocessing:
                         continue
                     before = self._report.documents + output.report.documents
                     output.write(encoded, self._report.malformed)
-                    self._show(output.report, before, (read + position) / max(1, to_read), started)
+                    self._show(output.report, before, (read + position) / max(1, to_read))
             except BrokenProcessPool as error:
                 raise DataError(
                     f"{self._plan.output_prefix}: a worker process died, most likely for lack of memory; use fewer "
                     "--workers"
                 ) from error
 
-    def _show(self, partition: PreprocessReport, before: int, progress: float, started: float) -> None:
+    def _show(self, partition: PreprocessReport, before: int, progress: float) -> None:
         """Tells of a batch of the partition in hand; ``before``: documents before it."""
-        now = replace(self._report, tokens=dict(self._report.tokens), seconds=time.monotonic() - started)
+        now = replace(self._report, tokens=dict(self._report.tokens), seconds=time.monotonic() - self._started)
         now.add(partition)
         now.progress = progress
         self._show_progress(now)
