@@ -106,7 +106,7 @@ def update_work(rank: RankPlan) -> OperationCounts:
     kept, sent = rank.gradient_element_bytes, rank.sent_gradient_element_bytes
     total = OperationCounts()
     for buffer in flat_buffers(rank):
-        width = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0 + 4 / 256}[rank.config.optimizer.optimizer_state_dtype.value]
+        width = rank.config.optimizer.optimizer_state_dtype.element_bytes
         per_element = 2 * max(kept, sent) + 2 * FP32 + rank.element_bytes + 2 * num_moments(rank, buffer) * width
         total += OperationCounts(memory_bytes=per_element * buffer.shard)
         if buffer.is_matrix and rank.config.optimizer.optimizer in (OptimizerName.MUON, OptimizerName.NORMUON):
