@@ -18,12 +18,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.optimus.checkpoint.errors import CheckpointError
-from megatron.optimus.commands import prints_errors
 from megatron.optimus.commands.convert import parse_size
 from megatron.optimus.config.load import Parser
 from megatron.optimus.config.schema import ConfigError
 from megatron.optimus.convert import DEFAULT_MAX_SHARD_BYTES, Options
 from megatron.optimus.convert.average import average
+from megatron.optimus.platform.log import prints_errors
 from megatron.optimus.platform.progress import Progress, StderrHandler
 
 

@@ -19,13 +19,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.optimus.checkpoint.errors import CheckpointError
-from megatron.optimus.commands import prints_errors
 from megatron.optimus.config.load import Parser, whole_number
 from megatron.optimus.config.schema import ConfigError, TokenizerType
 from megatron.optimus.convert import DEFAULT_MAX_SHARD_BYTES, FORMATS, Conversion, Options, convert
 from megatron.optimus.convert.deepspeed import NAMES
 from megatron.optimus.convert.formats import CardOptions
 from megatron.optimus.platform.hub import check_push, local_folder, push, push_address
+from megatron.optimus.platform.log import prints_errors
 from megatron.optimus.platform.progress import Progress, StderrHandler
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}

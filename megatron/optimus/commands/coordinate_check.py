@@ -20,11 +20,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from megatron.optimus.commands import prints_errors
 from megatron.optimus.config.checks import check
 from megatron.optimus.config.load import Parser, add_run_options, read_run, whole_number
 from megatron.optimus.config.schema import ConfigError, ModelConfig, Parametrization, RunConfig
 from megatron.optimus.platform.files import naming_write_errors
+from megatron.optimus.platform.log import prints_errors
 from megatron.optimus.report import figure, plot
 
 _OF_A_PARAMETRIZATION = ("base_hidden_size", "base_num_layers", "base_ffn_hidden_size", "base_moe_ffn_hidden_size")

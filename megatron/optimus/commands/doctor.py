@@ -22,12 +22,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from megatron.optimus.commands import diagnosis, prints_errors
+from megatron.optimus.commands import diagnosis
 from megatron.optimus.commands.diagnosis import Finding, State
 from megatron.optimus.config.choices import Device
 from megatron.optimus.config.load import Parser, whole_number
 from megatron.optimus.config.schema import ConfigError
-from megatron.optimus.platform.log import counted, printable
+from megatron.optimus.platform.log import counted, printable, prints_errors
 from megatron.optimus.version import __version__
 
 _MARKS = {State.OK: "ok", State.ABSENT: "-", State.WARNING: "warn", State.BROKEN: "FAIL"}

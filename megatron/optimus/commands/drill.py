@@ -36,7 +36,6 @@ import numpy as np
 
 from megatron.optimus.checkpoint import CheckpointError
 from megatron.optimus.checkpoint.verify import compare
-from megatron.optimus.commands import prints_errors
 from megatron.optimus.commands.drill_faults import FAULTS, Fault, LaunchEnded, Target, agents_of, named
 from megatron.optimus.commands.drill_nodes import make_job
 from megatron.optimus.config.load import Parser, whole_number
@@ -44,6 +43,7 @@ from megatron.optimus.config.options import did_you_mean
 from megatron.optimus.config.schema import ConfigError, Device
 from megatron.optimus.data.indexed import IndexedDatasetWriter
 from megatron.optimus.platform import environment
+from megatron.optimus.platform.log import prints_errors
 
 PER_ROUND = 5
 _STEPS, _STEPS_ON_DEVICE = 90, 300  # of a round: steps on an accelerator are short

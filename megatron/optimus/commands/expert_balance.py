@@ -18,11 +18,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.optimus.commands import prints_errors
 from megatron.optimus.config.load import Parser, whole_number
 from megatron.optimus.config.placement import to_json
 from megatron.optimus.config.schema import ConfigError
 from megatron.optimus.platform.files import naming_write_errors
+from megatron.optimus.platform.log import prints_errors
 from megatron.optimus.training.expert_load import FILE_NAME, LOADS, BalanceReport, report
 
 

@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 
-from megatron.optimus.commands import prints_errors
 from megatron.optimus.config.load import Parser, whole_number
 from megatron.optimus.config.schema import ConfigError, DataConfig, Packing, SplitBy, TokenizerType
 from megatron.optimus.config.tokenizer_files import settle_tokenizer_type
@@ -39,7 +38,7 @@ from megatron.optimus.data.mixture import Mixture
 from megatron.optimus.data.order import sample_at
 from megatron.optimus.data.sources import read_sources
 from megatron.optimus.data.tokenize.tokenizer import Tokenizer, build_tokenizer
-from megatron.optimus.platform.log import counted, printable
+from megatron.optimus.platform.log import counted, printable, prints_errors
 
 _FEWEST_SAMPLES = 20  # of a bin of the picture, as far as the run has them
 

@@ -24,14 +24,13 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.optimus.commands import prints_errors
 from megatron.optimus.commands.trial import last_error, run_trial
 from megatron.optimus.config.load import Parser, load, whole_number
 from megatron.optimus.config.schema import ConfigError
 from megatron.optimus.models.huggingface.config import take_from_hf
 from megatron.optimus.platform.exit_codes import NUMERIC_ERROR
 from megatron.optimus.platform.files import naming_write_errors
-from megatron.optimus.platform.log import print_error, printable
+from megatron.optimus.platform.log import print_error, printable, prints_errors
 from megatron.optimus.report import figure, plot
 from megatron.optimus.report.read import METRICS, read_run
 

@@ -14,7 +14,6 @@ import argparse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megatron.optimus.commands import prints_errors
 from megatron.optimus.commands.inspect_data import load_tokenizer
 from megatron.optimus.config.load import Parser, whole_number
 from megatron.optimus.config.schema import ConfigError, SplitBy, TokenizerType
@@ -25,6 +24,7 @@ from megatron.optimus.data.tokenize.corpus import expand_inputs, read_documents
 from megatron.optimus.data.tokenize.identity import read_identity
 from megatron.optimus.inference.held_out import TASKS, held_out_documents, make_tasks
 from megatron.optimus.platform.files import naming_write_errors
+from megatron.optimus.platform.log import prints_errors
 
 
 def _parser() -> Parser:

@@ -25,7 +25,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megatron.optimus.commands import prints_errors
 from megatron.optimus.config.load import CommandLine, Parser, load, whole_number
 from megatron.optimus.config.options import build, read_sections
 from megatron.optimus.config.presets import PRESETS
@@ -40,6 +39,7 @@ from megatron.optimus.planner.report import plan_json, plan_text, search_text
 from megatron.optimus.planner.search import SearchResult, search
 from megatron.optimus.planner.weak_scaling import PAPER, panel, table, weak_scaling, with_paper_settings
 from megatron.optimus.platform.files import naming_write_errors
+from megatron.optimus.platform.log import prints_errors
 from megatron.optimus.report import figure
 
 MAX_RANKS = 1_000_000

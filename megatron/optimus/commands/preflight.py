@@ -32,14 +32,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron.optimus.checkpoint import commit
-from megatron.optimus.commands import prints_errors
 from megatron.optimus.config.duration import last_step
 from megatron.optimus.config.load import Parser, load, whole_number
 from megatron.optimus.config.schema import ConfigError, RunConfig
 from megatron.optimus.planner.reliability import checkpoint_bytes
 from megatron.optimus.platform import environment, files
 from megatron.optimus.platform.exit_codes import STALLED
-from megatron.optimus.platform.log import printable
+from megatron.optimus.platform.log import printable, prints_errors
 from megatron.optimus.version import __version__
 
 MODULE = "megatron.optimus.commands.preflight"

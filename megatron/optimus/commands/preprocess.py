@@ -21,7 +21,6 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from megatron.optimus.commands import prints_errors
 from megatron.optimus.config.load import Parser, whole_number
 from megatron.optimus.config.schema import ConfigError, SplitBy, TokenizerType
 from megatron.optimus.data.errors import DataError
@@ -30,7 +29,7 @@ from megatron.optimus.data.tokenize.corpus import MAX_LINE_BYTES
 from megatron.optimus.data.tokenize.preprocess import PreprocessReport, log_progress, preprocess
 from megatron.optimus.platform import environment
 from megatron.optimus.platform.hub import local_folder
-from megatron.optimus.platform.log import counted, print_error
+from megatron.optimus.platform.log import counted, print_error, prints_errors
 from megatron.optimus.platform.progress import Progress, StderrHandler
 
 logger = logging.getLogger("optimus")

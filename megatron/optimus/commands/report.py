@@ -15,10 +15,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.optimus.commands import prints_errors
 from megatron.optimus.config.load import Parser
 from megatron.optimus.config.schema import ConfigError
-from megatron.optimus.platform.log import print_error, printable
+from megatron.optimus.platform.log import print_error, printable, prints_errors
 from megatron.optimus.report.page import FILE_NAME, write_report
 
 

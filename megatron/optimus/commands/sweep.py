@@ -24,7 +24,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.optimus.commands import prints_errors
 from megatron.optimus.commands.trial import last_error, run_trial
 from megatron.optimus.config.load import Parser, load, one_of_names, whole_number
 from megatron.optimus.config.options import OPTIONS, did_you_mean, parse, parse_all
@@ -32,7 +31,7 @@ from megatron.optimus.config.schema import ConfigError
 from megatron.optimus.models.huggingface.config import take_from_hf
 from megatron.optimus.platform.exit_codes import NUMERIC_ERROR
 from megatron.optimus.platform.files import naming_write_errors, write_atomically
-from megatron.optimus.platform.log import printable
+from megatron.optimus.platform.log import printable, prints_errors
 from megatron.optimus.report import sweep as report
 
 _OUTCOME = report.OUTCOME

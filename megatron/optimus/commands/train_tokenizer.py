@@ -14,13 +14,13 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 
-from megatron.optimus.commands import prints_errors
 from megatron.optimus.config.load import Parser, whole_number
 from megatron.optimus.config.schema import ConfigError, TokenizerType
 from megatron.optimus.config.tokenizer_files import definition_file
 from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.tokenize.corpus import MAX_LINE_BYTES, expand_inputs, read_documents
 from megatron.optimus.data.tokenize.tokenizer import build_tokenizer, train_bpe
+from megatron.optimus.platform.log import prints_errors
 from megatron.optimus.platform.progress import Progress, StderrHandler
 
 

@@ -17,7 +17,6 @@ from collections.abc import Sequence
 import torch
 
 from megatron.optimus import ops
-from megatron.optimus.commands import prints_errors
 from megatron.optimus.config.load import Parser, add_run_options, read_run, whole_number
 from megatron.optimus.config.schema import ConfigError, Precision, RunConfig
 from megatron.optimus.models.huggingface.config import take_from_hf
@@ -26,6 +25,7 @@ from megatron.optimus.ops.triton.tiles import Problem
 from megatron.optimus.platform import device as devices
 from megatron.optimus.platform import environment
 from megatron.optimus.platform.files import naming_write_errors
+from megatron.optimus.platform.log import prints_errors
 
 
 @prints_errors(ConfigError, ops.BackendUnavailableError)

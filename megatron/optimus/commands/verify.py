@@ -24,10 +24,9 @@ from megatron.optimus.checkpoint import CheckpointError, Manifest, commit, load_
 from megatron.optimus.checkpoint.manifest import MANIFEST_NAME
 from megatron.optimus.checkpoint.values import warnings_of
 from megatron.optimus.checkpoint.verify import compare, find_damage
-from megatron.optimus.commands import prints_errors
 from megatron.optimus.config.load import Parser, whole_number
 from megatron.optimus.config.schema import ConfigError
-from megatron.optimus.platform.log import printable
+from megatron.optimus.platform.log import printable, prints_errors
 from megatron.optimus.platform.progress import Progress
 
 _OF_THE_MODEL = ("weight", "master", "buffer")  # kinds without which a checkpoint is of another model

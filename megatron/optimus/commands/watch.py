@@ -15,9 +15,9 @@ import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.optimus.commands import prints_errors
 from megatron.optimus.config.load import Parser, whole_number
 from megatron.optimus.config.schema import ConfigError
+from megatron.optimus.platform.log import prints_errors
 from megatron.optimus.report.watch import watch
 
 

@@ -114,10 +114,11 @@ class Parser(argparse.ArgumentParser):
 
     def add_enum(self, *flags: str, members: Iterable[Enum], **options: Any) -> None:
         """Adds an option with one of these members of an enumeration, which a user names by its value."""
-        kind, *_ = (type(member) for member in members)
-        values = [member.value for member in members]
-        named = one_of_names(values)
-        self.add_argument(*flags, type=lambda text: kind(named(text)), metavar="{" + ",".join(values) + "}", **options)
+        of_value = {member.value: member for member in members}
+        value = one_of_names(list(of_value))
+        self.add_argument(
+            *flags, type=lambda text: of_value[value(text)], metavar="{" + ",".join(of_value) + "}", **options
+        )
 
     def parse(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
         """Parses the command line. Raises ConfigError; SystemExit with code 0 after ``--help``."""

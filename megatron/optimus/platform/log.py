@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
 import sys
-from typing import Any, TextIO
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TextIO
+
+from megatron.optimus.platform.exit_codes import USER_ERROR
 
 
 def counted(number: int, noun: str) -> str:
@@ -37,6 +41,29 @@ def printable(text: object) -> str:
 def print_error(error: object, label: str = "error") -> None:
     """Prints "error: ..." to stderr, as one line."""
     sys.stderr.write(f"{label}: {printable(error)}".replace("\n", "\\n") + "\n")
+
+
+class Main(Protocol):
+    """A command: takes its words, None for those of this process, and returns the exit code."""
+
+    def __call__(self, argv: Sequence[str] | None = None) -> int: ...
+
+
+def prints_errors(*kinds: type[Exception], code: int = USER_ERROR) -> Callable[[Main], Main]:
+    """Makes a command print errors of these kinds as one line, and return ``code``, instead of raising them."""
+
+    def mark(main: Main) -> Main:
+        @functools.wraps(main)
+        def run(argv: Sequence[str] | None = None) -> int:
+            try:
+                return main(argv)
+            except kinds as error:
+                print_error(error)
+                return code
+
+        return run
+
+    return mark
 
 
 def _make_printable(record: logging.LogRecord) -> bool:
