@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.optimus.platform import memory
+from megatron.optimus.platform.process_groups import all_gather_single
 
 # Attribute of an error: True on every rank but the first that failed, whose message is the one to print.
 REPORTED_BY_ANOTHER_RANK = "optimus_reported_by_another_rank"
@@ -23,7 +24,6 @@ FAILED_ERRNO = "optimus_errno"  # attribute of an error: the errno of the first 
 NO_FAILURE = 1 << 62
 _ERRNO_LIMIT = 1 << 12
 T = TypeVar("T")
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renamed it
 
 
 def attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
@@ -88,12 +88,12 @@ class Ranks:
         if self.size == 1:
             return [data]
         sizes = torch.zeros(self.size, dtype=torch.int64, device=self.device)
-        _all_gather(sizes, torch.tensor([len(data)], device=self.device), group=self.group)
+        all_gather_single(sizes, torch.tensor([len(data)], device=self.device), group=self.group)
         lengths = sizes.tolist()
         own = torch.zeros(max(1, *lengths), dtype=torch.uint8)
         own[: len(data)] = torch.frombuffer(bytearray(data or b"-"), dtype=torch.uint8)[: len(data)]
         everyone = torch.empty(self.size * len(own), dtype=torch.uint8, device=self.device)
-        _all_gather(everyone, own.to(self.device), group=self.group)
+        all_gather_single(everyone, own.to(self.device), group=self.group)
         rows = everyone.cpu().view(self.size, -1).numpy()
         return [rows[rank, :length].tobytes() for rank, length in enumerate(lengths)]
 
