@@ -107,9 +107,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs ``optimus preprocess``; returns the exit code, 130 after an interrupt."""
     args = _parse(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", handlers=[StderrHandler()])
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
-    )  # an exception, so that temporary files are deleted
+    # SIGTERM is an exception, so that temporary files are deleted.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     if not args.append_eod:
         logger.warning("without --append-eod the model does not see where a document ends")
     try:

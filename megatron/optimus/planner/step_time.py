@@ -92,9 +92,8 @@ def gradient_work(rank: RankPlan, kernels: Kernels) -> OperationCounts:
     traffic = 0.0
     for parameter, count in rank_parameters(rank).items():
         if parameter.is_expert and kernels.adds_gradients and rank.adds_expert_gradients:
-            per_element = (
-                3.0 * kept - rank.element_bytes
-            )  # cleared, read and written, where a gradient apart was written
+            # cleared, read and written, where a gradient apart was written
+            per_element = 3.0 * kept - rank.element_bytes
         else:
             per_element = rank.element_bytes + kept * (1 + again)
         traffic += parameter.numel * count * per_element

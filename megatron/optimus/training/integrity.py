@@ -122,9 +122,8 @@ class Integrity:
         """
         if step not in self._spans:
             return
-        costs = [
-            end.seconds_since(begin) for begin, end in self._spans.pop(step)
-        ]  # of the step before, and of this one
+        spans = self._spans.pop(step)  # of the step before, and of this one
+        costs = [end.seconds_since(begin) for begin, end in spans]
         self._num_compared += 1
         if self._num_compared < 2:  # the first one is not usual
             return

@@ -33,9 +33,8 @@ class StepMetrics:
     z_loss: float | None  # router z-loss before its weight
     grad_norm: float  # global, before clipping
     lr: float
-    wall_time: float = dataclasses.field(
-        default_factory=time.time
-    )  # seconds since 1970 (UTC), when the step was logged
+    # when the step was logged, in seconds since 1970 (UTC)
+    wall_time: float = dataclasses.field(default_factory=time.time)
     step_time_s: float  # from the end of the step before, without pauses
     data_wait_s: float  # part of step_time_s in which rank 0's device was idle, as the next batch had not been read
     tokens_per_second_per_device: float
@@ -56,9 +55,8 @@ class StepMetrics:
     lost_steps: int | None = None  # of a process's first step: steps done before, after the checkpoint it began from
     lost_s: float | None = None  # what these lost steps had taken, pauses included
     rollback: dict[str, float] | None = None  # of the first step after one, what was done and why: keys rollback/NAME
-    startup_s: dict[str, float] | None = (
-        None  # of the process's first step: rank 0's start by phase, keys startup_s/PHASE
-    )
+    # of the process's first step: rank 0's start by phase, keys startup_s/PHASE
+    startup_s: dict[str, float] | None = None
     recorded: dict[str, float] | None = None  # what else platform.metrics.record collected, by name: a key each
     expert_load_LE: list[list[int]] | None = None  # slots of each expert in each MoE layer; in expert_load.json alone
 
