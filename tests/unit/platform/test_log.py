@@ -120,3 +120,9 @@ def test_errors_of_the_named_kinds_are_one_line_and_the_exit_code_of_their_kind(
 def test_an_error_of_another_kind_is_raised() -> None:
     with pytest.raises(TypeError, match="a bug"):
         command(["bug"])
+
+
+def test_durations_are_in_words_that_fit_their_length() -> None:
+    given = (-1, 12.4, 59.6, 3599, 3723, 86399, 86399.6, 200000)
+    expected = ["0:00", "0:12", "1:00", "59:59", "1:02:03", "23:59:59", "1d00h", "2d07h"]
+    assert [log.duration(seconds) for seconds in given] == expected
