@@ -143,3 +143,13 @@ def test_graphs_give_the_same_bits_on_a_gpu(tmp_path: Path) -> None:
     run_on_gpus(_compare, 1, str(tmp_path), cases, "cuda")
     with pytest.raises(AssertionError, match=r"TrainingError: cuda_graphs=True: a micro-batch cannot be recorded \("):
         run_on_gpus(_compare, 1, str(tmp_path), {"experts in fp32 wait for the host": ""}, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
+def test_graphs_give_the_same_bits_on_two_gpus(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "counting")
+    one_loss_a_rank = "--moe-router-load-balancing-type aux_loss --expert-model-parallel-size 1"
+    in_bf16 = "--params-dtype bf16 --deterministic"
+    cases = {"dense": f"{DENSE} {in_bf16}", "moe": f"{in_bf16} {one_loss_a_rank}"}
+    run_on_gpus(_compare, 2, str(tmp_path), cases, "cuda")
