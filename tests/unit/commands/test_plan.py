@@ -44,7 +44,7 @@ ROOT = Path(__file__).resolve().parents[3]
             "must divide the number of",
         ),
         ("--preset mula-1b --zero-stage 3 --global-batch-size 8 --top 0", "zero_stage=3 is not planned here"),
-        ("--preset mula-220b-a10b --weak-scaling /dev/null/x", "cannot write /dev/null/x.md: Not a directory"),
+        ("--preset mula-220b-a10b --weak-scaling /dev/null/x", "/dev/null/x.md cannot be written: Not a directory"),
     ],
 )
 def test_bad_input_is_one_clear_error(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

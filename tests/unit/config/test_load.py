@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.optimus.config.load import load
+from megatron.optimus.config.load import Parser, load
 from megatron.optimus.config.options import OPTIONS
-from megatron.optimus.config.schema import ConfigError
+from megatron.optimus.config.schema import ConfigError, Precision
 
 
 def write(folder: Path, text: str, name: str = "run.yaml") -> str:
@@ -26,6 +26,16 @@ def test_nothing_given_is_the_defaults() -> None:
     run = load([])
     assert (run.preset, run.dry_run, run.given) == (None, False, frozenset())
     assert run.config.model.num_layers == OPTIONS["num_layers"].default
+
+
+def test_an_option_of_an_enumeration_is_named_by_value_and_arrives_as_the_member() -> None:
+    parser = Parser(prog="x")
+    parser.add_enum("--precision", members=(Precision.BF16, Precision.FP32), default=Precision.FP32)
+    assert parser.parse([]).precision is Precision.FP32
+    assert parser.parse(["--precision", "bf16"]).precision is Precision.BF16
+    for unknown in ("bf61", "BF16", "fp16"):
+        with pytest.raises(ConfigError, match=f"{unknown}' is not one of bf16, fp32"):
+            parser.parse(["--precision", unknown])
 
 
 def test_argv_defaults_to_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
