@@ -35,13 +35,13 @@ def source_of(model: nn.Module, ranks: Any = None) -> NonFiniteSource:
     return NonFiniteSource(model, ranks or Ranks.alone(), lambda position, number: f"samples of {position}/{number}")
 
 
-def step(source: NonFiniteSource, model: nn.Sequential, broken: int | None, position: int = 40) -> None:
+def step(source: NonFiniteSource, model: nn.Sequential, broken: int | None, x: float = 1.0, position: int = 40) -> None:
     """Two micro-batches; the layer in the middle breaks in one of them."""
     source.begin_step()
     losses = []
     for number in range(2):
         model[1].factor = math.nan if number == broken else 1.0
-        loss = model(torch.ones(1, 3)).sum()
+        loss = model(torch.full((1, 3), x)).square().sum()
         loss.backward()
         losses.append(loss.detach())
     source.end_step(position, losses)
@@ -60,6 +60,15 @@ def test_the_first_layer_is_named_with_its_samples() -> None:
     source.watch(is_skipped=False)
     step(source, model, broken=1)
     assert source.describe().text == "" and not model[1]._forward_hooks
+
+
+def test_a_layer_that_gets_such_values_is_not_named_for_them() -> None:
+    """They came from another rank, which names its layer; here the loss is the first to be named."""
+    model = model_of()
+    source = source_of(model)
+    source.watch(is_skipped=True)
+    step(source, model, broken=None, x=math.nan)
+    assert "rank 0: the loss, in samples of 40/0" in source.describe().text
 
 
 def test_weights_are_named_before_the_outputs_that_they_make() -> None:
