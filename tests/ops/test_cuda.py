@@ -83,9 +83,9 @@ def test_cuda_runs_on_any_device_of_a_process() -> None:
 @pytest.mark.parametrize("case", [Case(300, 64, 48, 8, 2), Case(90, 20, 12, 4, 3, "some_foreign")], ids=str)
 def test_cuda_backward_in_halves(case: Case) -> None:
     """dx, ddown and dweights are complete without the second half; both halves give autograd's bits."""
+    ops.set_backend("cuda")  # loads the compiled operations, which the module registers
     from megatron.optimus.ops import cuda
 
-    ops.set_backend("cuda")
     inputs = make_inputs(case, torch.bfloat16, "cuda")
     want = values_and_gradients(ops.moe_mlp, inputs)
     arguments = inputs[:5]

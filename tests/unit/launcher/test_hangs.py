@@ -106,7 +106,10 @@ def test_a_stopped_rank_is_named_and_not_those_that_wait(tmp_path: Path, short_l
         os.kill(ranks.pids[0], signal.SIGSTOP)
         text = ranks.found(watch)
         # The stopped one went on to write its stack: neither it nor the other goes on with the run.
-        assert [hangs._state(pid) for pid in ranks.pids] == ["T", "T"]
+        deadline = time.monotonic() + 10  # a process takes a signal when it next gets a core
+        while (states := [hangs._state(pid) for pid in ranks.pids]) != ["T", "T"] and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert states == ["T", "T"]
     finally:
         ranks.close()
     assert text.startswith(f"rank 0 (process {ranks.pids[0]}): stopped by a signal (SIGSTOP) for ")
