@@ -58,10 +58,10 @@ OTHER_DEEPSPEED := build/deepspeed-$(VERSION)
 test-deepspeed: kernels
 	test -d $(OTHER_DEEPSPEED) || $(PYTHON) -m pip install --quiet --no-deps --no-build-isolation \
 	    --target $(OTHER_DEEPSPEED) deepspeed==$(VERSION)
-	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/$(OTHER_DEEPSPEED) $(PYTHON) -m pytest -q tests/distributed/test_drop_in.py \
-	    tests/distributed/test_drop_in_optimizers.py \
-	    tests/distributed/test_zero_engine.py tests/distributed/test_zero_behaviour.py \
-	    tests/distributed/test_zero_full_access.py
+	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/$(OTHER_DEEPSPEED) $(PYTHON) -m pytest -q \
+	    tests/distributed/deepspeed_ext/test_patch.py tests/distributed/deepspeed_ext/zero/test_stock_files.py \
+	    tests/distributed/deepspeed_ext/zero/test_deepspeed_api.py tests/distributed/deepspeed_ext/test_ds_config.py \
+	    tests/distributed/deepspeed_ext/test_engine.py tests/distributed/deepspeed_ext/test_initialize.py
 
 # The oldest torch that is supported, with Intel's extension of it. pip's index has torch 2.8 as a build for CUDA, 4 GB
 # with its libraries; an index of CPU builds in TORCH_INDEX saves most. Kernels are built in a copy of the tree, because

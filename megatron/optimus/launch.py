@@ -53,7 +53,7 @@ from megatron.optimus.launcher.supervisor import (
 )
 from megatron.optimus.models.huggingface.config import take_from_hf
 from megatron.optimus.platform import environment, memory_slots
-from megatron.optimus.platform.log import print_error, printable
+from megatron.optimus.platform.log import print_error, printable, prints_errors
 from megatron.optimus.training.metrics import FILE_NAME
 
 logger = logging.getLogger("optimus")
@@ -82,6 +82,7 @@ class LaunchRequest:
     options: list[str]  # the command line of pretrain
 
 
+@prints_errors(ConfigError)
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs ``optimus launch``.
 
@@ -92,32 +93,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         0, the exit code of the first rank that failed, or 2 for a wrong command line.
     """
     logging.basicConfig(format="[%(asctime)s] %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
-    try:
-        request = _parse(argv)
-        env = environment.current()
-        # Its errors propose the launcher's flags too.
-        run = load(request.options, other_flags=_parser().flags, take_from_hf=take_from_hf)
-        config = run.config
-        launch = build_launch(detect_allocation(env), request.launch_options, request.options, env)
-        if request.dry_run:
-            sys.stdout.write(printable(_describe(launch, run, has_agents=_uses_agents(launch, request, env))))
-            return 0
-        check(config, launch.world_size)  # once and before the ranks start, not by thousands of ranks
-        check_trainable(config)
-        elastic = None if request.min_nodes is None else _elastic_layouts(launch, request, config, request.min_nodes)
-        _check_ranks(launch)
-        if _uses_agents(launch, request, env):
-            launch.agent_cores()
-        program = launch.command(launch.hosts, "")[0]
-        if launch.method is not LaunchMethod.LOCAL and shutil.which(program) is None:
-            raise ConfigError(
-                f"{program} is not on PATH; start from a job's first node, load the module that provides it, or print "
-                "the command with --dry-run"
-            )
-    except ConfigError as error:
-        print_error(error)
-        return 2
-    return _run(launch, request, env, config, elastic)
+    request = _parse(argv)
+    env = environment.current()
+    # Its errors propose the launcher's flags too.
+    run = load(request.options, other_flags=_parser().flags, take_from_hf=take_from_hf)
+    config = run.config
+    launch = build_launch(detect_allocation(env), request.launch_options, request.options, env)
+    uses_agents = request.max_restarts > 0 and not launch.why_no_agents(env)
+    if request.dry_run:
+        sys.stdout.write(printable(_describe(launch, run, has_agents=uses_agents)))
+        return 0
+    check(config, launch.world_size)  # once and before the ranks start, not by thousands of ranks
+    check_trainable(config)
+    elastic = None if request.min_nodes is None else _elastic_layouts(launch, request, config, request.min_nodes)
+    if launch.method is LaunchMethod.LOCAL:
+        return _run_on_this_machine(launch, request, config)
+    if uses_agents:
+        launch.agent_cores()  # raises ConfigError
+    program = launch.command(launch.hosts, "")[0]
+    if shutil.which(program) is None:
+        raise ConfigError(
+            f"{program} is not on PATH; start from a job's first node, load the module that provides it, or print the "
+            "command with --dry-run"
+        )
+    with tempfile.TemporaryDirectory(prefix="optimus-launch-") as folder:
+        return _OnNodes(launch, request, env, config, elastic, Path(folder)).run(uses_agents=uses_agents)
 
 
 def _elastic_layouts(launch: Launch, request: LaunchRequest, config: RunConfig, min_nodes: int) -> ElasticLayouts:
@@ -131,31 +131,15 @@ def _elastic_layouts(launch: Launch, request: LaunchRequest, config: RunConfig, 
     return result
 
 
-def _check_ranks(launch: Launch) -> None:
-    """Checks, where this machine runs the ranks, that it can start them, by one error in place of one for each rank."""
-    if launch.method is LaunchMethod.LOCAL:
-        missing_packages.require_packages()
+def _check_ranks(ranks: int) -> None:
+    """Checks that this machine can start its ranks, by one error in place of one for each rank."""
+    missing_packages.require_packages()
     cores = os.cpu_count() or 1
     most = max(64, _LOCAL_RANKS_PER_CORE * cores)
-    if launch.method is LaunchMethod.LOCAL and launch.ranks_per_node > most:
+    if ranks > most:
         raise ConfigError(
-            f"--nproc-per-node={launch.ranks_per_node} is more than this machine of {cores} cores can start; use at "
-            f"most {most}"
+            f"--nproc-per-node={ranks} is more than this machine of {cores} cores can start; use at most {most}"
         )
-
-
-def _run(
-    launch: Launch, request: LaunchRequest, env: dict[str, str], config: RunConfig, elastic: ElasticLayouts | None
-) -> int:
-    """Runs the launch with restarts."""
-    if launch.method is LaunchMethod.LOCAL:
-        return _run_on_this_machine(launch, request, config)
-    return _run_on_nodes(launch, request, env, config, elastic)
-
-
-def _uses_agents(launch: Launch, request: LaunchRequest, env: dict[str, str]) -> bool:
-    """Whether an agent on each node starts the ranks, so that a restart needs no mpiexec or srun."""
-    return request.max_restarts > 0 and not launch.why_no_agents(env)
 
 
 def _has_memory(request: LaunchRequest, config: RunConfig) -> bool:
@@ -168,6 +152,7 @@ def _checking(request: LaunchRequest) -> tuple[str, ...]:
 
 
 def _run_on_this_machine(launch: Launch, request: LaunchRequest, config: RunConfig) -> int:
+    _check_ranks(launch.ranks_per_node)
     run_dir = Path(config.logging.run_dir)
     if request.preflight and (code := run_local_ranks(list(_checking(request)), launch.ranks_per_node)):
         return code
@@ -190,135 +175,140 @@ def _run_on_this_machine(launch: Launch, request: LaunchRequest, config: RunConf
         )
 
 
-def _run_on_nodes(
-    launch: Launch, request: LaunchRequest, env: dict[str, str], config: RunConfig, elastic: ElasticLayouts | None
-) -> int:
-    run_dir, has_memory = Path(config.logging.run_dir), _has_memory(request, config)
-    with tempfile.TemporaryDirectory(prefix="optimus-launch-") as folder:
-        hostfile = Path(folder) / "hosts"
+@dataclass(frozen=True)
+class _OnNodes:
+    """Runs the launch, with its restarts, on the nodes of a job. ``folder`` is for host files."""
 
-        def variables(of: Launch, hosts: Sequence[str]) -> dict[str, str]:
-            # By the environment: other users can read a command line.
-            return {environment.RENDEZVOUS_TOKEN: secrets.token_hex(16), **env, **of.environment(hosts)}
+    launch: Launch
+    request: LaunchRequest
+    env: dict[str, str]
+    config: RunConfig
+    elastic: ElasticLayouts | None
+    folder: Path
 
-        def check_nodes(hosts: Sequence[str]) -> dict[str, str]:
-            hostfile.write_text("".join(f"{host}\n" for host in hosts), encoding="utf-8")
-            of_check = replace(launch, num_nodes=len(hosts), program=_checking(request))
-            command = of_check.command(hosts, str(hostfile))
-            return bad_nodes(command, variables(of_check, hosts), hosts, launch.ranks_per_node)
-
-        def attempt_on(hosts: Sequence[str]) -> AttemptResult:
-            hostfile.write_text("".join(f"{host}\n" for host in hosts), encoding="utf-8")
-            passed = (*launch.passed, environment.MEMORY_FOLDER) if has_memory else launch.passed
-            attempt = replace(launch, num_nodes=len(hosts) or launch.num_nodes, passed=passed)
-            if elastic is not None:
-                attempt = replace(attempt, program=(*attempt.program, *elastic.options(len(hosts))))
-            env_of_ranks = variables(attempt, hosts)
-            if has_memory:
-                env_of_ranks[environment.MEMORY_FOLDER] = str(memory)
-            command = attempt.command(hosts, str(hostfile))
-            metrics, stall_seconds = run_dir / FILE_NAME, request.stall_seconds or None
-            return run_monitored(command, env_of_ranks, stall_seconds, metrics, nodes.can_grow)
-
-        memory = Path(env.get(environment.MEMORY_FOLDER) or memory_slots.shared_folder(secrets.token_hex(8)))
-        newest = partial(_newest_step, config, memory if has_memory else None)
+    def run(self, *, uses_agents: bool) -> int:
+        """Returns the exit code. ``uses_agents``: an agent on each node starts the ranks, at a restart too."""
+        launch, request = self.launch, self.request
         hosts = [*launch.hosts, *launch.spares]
         if request.preflight and not hosts:
-            print_error(ConfigError("--preflight checks the nodes of a PBS or SLURM job, and there is none"))
-            return 2
-        check = check_nodes if request.preflight else None
+            raise ConfigError("--preflight checks the nodes of a PBS or SLURM job, and there is none")
         nodes = NodePool(
             hosts,
             len(launch.hosts),
             launch.ranks_per_node,
-            run_dir / BAD_NODES,
-            check,
-            fit=None if elastic is None else elastic.fit,
-            listed=partial(_listed, env),
+            Path(self.config.logging.run_dir) / BAD_NODES,
+            self._check_nodes if request.preflight else None,
+            fit=None if self.elastic is None else self.elastic.fit,
+            listed=partial(_listed, self.env),
         )
-        try:
-            bad = nodes.before_start()
-        except ConfigError as error:
-            print_error(error)
-            return 2
-        if bad:
-            print_error(ConfigError(f"preflight: no spare for the bad nodes {', '.join(bad)}; ask for more nodes"))
+        if bad := nodes.before_start():
+            print_error(f"preflight: no spare for the bad nodes {', '.join(bad)}; ask for more nodes")
             return 1
-        if _uses_agents(launch, request, env):
-            return _run_with_agents(launch, request, env, config, elastic, nodes, Path(folder))
+        if uses_agents:
+            return self._run_with_agents(nodes)
         if request.max_restarts and launch.hosts and launch.method is not LaunchMethod.TORCHRUN:
-            logger.warning("no agents on the nodes, ranks are started anew at a restart: %s", launch.why_no_agents(env))
-        return run_with_restarts(attempt_on, nodes, request.max_restarts, newest, config.checkpoint.save_interval)
+            why = launch.why_no_agents(self.env)
+            logger.warning("no agents on the nodes, ranks are started anew at a restart: %s", why)
+        return self._run_without_agents(nodes)
 
+    def _write_hosts(self, hosts: Sequence[str], name: str = "hosts") -> str:
+        path = self.folder / name
+        path.write_text("".join(f"{host}\n" for host in hosts), encoding="utf-8")
+        return str(path)
 
-def _run_with_agents(
-    launch: Launch,
-    request: LaunchRequest,
-    env: dict[str, str],
-    config: RunConfig,
-    elastic: ElasticLayouts | None,
-    nodes: NodePool,
-    folder: Path,
-) -> int:
-    """Runs the launch with an agent on each node."""
-    device, metrics = config.parallel.device.value, Path(config.logging.run_dir) / FILE_NAME
-    this = environment.short_host_name()
-    others = [host for host in [*nodes.hosts, *nodes.spares] if host.split(".", maxsplit=1)[0] != this]
-    try:
-        peer = launch.network_name((others or nodes.hosts)[0])
-        listener = wire.listen(env.get(environment.LAUNCH_ADDRESS, ""), peer)
-    except OSError as error:
-        print_error(
-            ConfigError(
-                f"no address at which the other nodes can reach this one: {error}; export "
-                f"{environment.LAUNCH_ADDRESS}=<name or address of this node on the network of the job>"
-            )
-        )
-        return 2
-    token, name, (address, port) = secrets.token_hex(32), secrets.token_hex(8), listener.getsockname()[:2]
-    memory = memory_slots.shared_folder(secrets.token_hex(8)) if _has_memory(request, config) else ""
-
-    def start(hosts: Sequence[str], number: int) -> tuple[list[str], dict[str, str]]:
-        hostfile = folder / f"agents-{number}"
-        hostfile.write_text("".join(f"{host}\n" for host in hosts), encoding="utf-8")
+    def _variables(self, of: Launch, hosts: Sequence[str]) -> dict[str, str]:
         # By the environment: other users can read a command line.
-        own = {environment.COORDINATOR: f"{address}:{port}", environment.JOB_TOKEN: token}
-        variables = {**env, **launch.environment(hosts), **own, environment.STARTER: str(number)}
-        return launch.agent_command(hosts, str(hostfile), device), variables
+        return {environment.RENDEZVOUS_TOKEN: secrets.token_hex(16), **self.env, **of.environment(hosts)}
 
-    def ranks(hosts: Sequence[str], number: int) -> RanksOfNode:
-        attempt = replace(launch, num_nodes=len(hosts), port=environment.rendezvous_port())
-        variables = {environment.RENDEZVOUS_TOKEN: secrets.token_hex(16), **attempt.environment(hosts)}
-        variables |= {environment.MEMORY_FOLDER: memory} if memory else {}
-        variables[environment.ATTEMPT] = f"{name}:{number}"
-        argv = [*request.options, *(() if elastic is None else elastic.options(len(hosts)))]
-        stacks = "" if request.stall_seconds == 0 else str(Path(config.logging.run_dir).absolute() / "stacks")
-        unseen = 60.0 * config.parallel.distributed_timeout_minutes
-        of_node = (launch.ranks_per_node, variables, argv, launch.agent_cores())
-        return RanksOfNode(number, 0, *of_node, stacks, unseen, request.stall_seconds)
+    def _check_nodes(self, hosts: Sequence[str]) -> dict[str, str]:
+        of_check = replace(self.launch, num_nodes=len(hosts), program=_checking(self.request))
+        command = of_check.command(hosts, self._write_hosts(hosts))
+        return bad_nodes(command, self._variables(of_check, hosts), hosts, self.launch.ranks_per_node)
 
-    def coordinate(job: JobState) -> int:
-        coordinator = Coordinator(job, ranks, metrics, by_name=launch.method is LaunchMethod.SRUN)
-        progress = LaunchProgress(**job.journal.get("progress", {}))
-        if job.journal:
-            nodes.restore(job.journal["nodes"])
-        elif not job.starters:
-            coordinator.start_agents([*nodes.hosts, *nodes.spares])
+    def _options(self, hosts: Sequence[str]) -> Sequence[str]:
+        """The options of a layout on fewer nodes."""
+        return () if self.elastic is None else self.elastic.options(len(hosts))
+
+    def _run_without_agents(self, nodes: NodePool) -> int:
+        launch, request, config = self.launch, self.request, self.config
+        memory = None
+        if _has_memory(request, config):
+            memory = Path(self.env.get(environment.MEMORY_FOLDER) or memory_slots.shared_folder(secrets.token_hex(8)))
 
         def attempt_on(hosts: Sequence[str]) -> AttemptResult:
-            to_keep = {"progress": asdict(progress), "nodes": nodes.state()}
-            return coordinator.run(hosts, to_keep, nodes.can_grow)
+            attempt = replace(
+                launch,
+                num_nodes=len(hosts) or launch.num_nodes,
+                passed=(*launch.passed, environment.MEMORY_FOLDER) if memory else launch.passed,
+                program=(*launch.program, *self._options(hosts)),
+            )
+            variables = self._variables(attempt, hosts)
+            if memory:
+                variables[environment.MEMORY_FOLDER] = str(memory)
+            command = attempt.command(hosts, self._write_hosts(hosts))
+            metrics = Path(config.logging.run_dir) / FILE_NAME
+            return run_monitored(command, variables, request.stall_seconds or None, metrics, nodes.can_grow)
 
-        def newest() -> int:
-            return max(_newest_step(config, None), coordinator.memory_step)
+        newest = partial(_newest_step, config, memory)
+        return run_with_restarts(attempt_on, nodes, request.max_restarts, newest, config.checkpoint.save_interval)
 
-        limits = (request.max_restarts, newest, config.checkpoint.save_interval)
+    def _run_with_agents(self, nodes: NodePool) -> int:
+        """Runs the launch with an agent on each node."""
+        launch, request, env, config = self.launch, self.request, self.env, self.config
+        device, metrics = config.parallel.device.value, Path(config.logging.run_dir) / FILE_NAME
+        this = environment.short_host_name()
+        others = [host for host in [*nodes.hosts, *nodes.spares] if host.split(".", maxsplit=1)[0] != this]
         try:
-            return run_with_restarts(attempt_on, nodes, *limits, progress, coordinator.pause_for)
-        finally:
-            coordinator.close()
+            peer = launch.network_name((others or nodes.hosts)[0])
+            listener = wire.listen(env.get(environment.LAUNCH_ADDRESS, ""), peer)
+        except OSError as error:
+            raise ConfigError(
+                f"no address at which the other nodes can reach this one: {error}; export "
+                f"{environment.LAUNCH_ADDRESS}=<name or address of this node on the network of the job>"
+            ) from error
+        token, name, (address, port) = secrets.token_hex(32), secrets.token_hex(8), listener.getsockname()[:2]
+        memory = memory_slots.shared_folder(secrets.token_hex(8)) if _has_memory(request, config) else ""
 
-    return JobKeeper(listener, token, start, coordinate).run()
+        def start(hosts: Sequence[str], number: int) -> tuple[list[str], dict[str, str]]:
+            hostfile = self._write_hosts(hosts, f"agents-{number}")
+            # By the environment: other users can read a command line.
+            own = {environment.COORDINATOR: f"{address}:{port}", environment.JOB_TOKEN: token}
+            variables = {**env, **launch.environment(hosts), **own, environment.STARTER: str(number)}
+            return launch.agent_command(hosts, hostfile, device), variables
+
+        def ranks(hosts: Sequence[str], number: int) -> RanksOfNode:
+            attempt = replace(launch, num_nodes=len(hosts), port=environment.rendezvous_port())
+            variables = {environment.RENDEZVOUS_TOKEN: secrets.token_hex(16), **attempt.environment(hosts)}
+            variables |= {environment.MEMORY_FOLDER: memory} if memory else {}
+            variables[environment.ATTEMPT] = f"{name}:{number}"
+            argv = [*request.options, *self._options(hosts)]
+            stacks = "" if request.stall_seconds == 0 else str(Path(config.logging.run_dir).absolute() / "stacks")
+            unseen = 60.0 * config.parallel.distributed_timeout_minutes
+            of_node = (launch.ranks_per_node, variables, argv, launch.agent_cores())
+            return RanksOfNode(number, 0, *of_node, stacks, unseen, request.stall_seconds)
+
+        def coordinate(job: JobState) -> int:
+            coordinator = Coordinator(job, ranks, metrics, by_name=launch.method is LaunchMethod.SRUN)
+            progress = LaunchProgress(**job.journal.get("progress", {}))
+            if job.journal:
+                nodes.restore(job.journal["nodes"])
+            elif not job.starters:
+                coordinator.start_agents([*nodes.hosts, *nodes.spares])
+
+            def attempt_on(hosts: Sequence[str]) -> AttemptResult:
+                to_keep = {"progress": asdict(progress), "nodes": nodes.state()}
+                return coordinator.run(hosts, to_keep, nodes.can_grow)
+
+            def newest() -> int:
+                return max(_newest_step(config, None), coordinator.memory_step)
+
+            limits = (request.max_restarts, newest, config.checkpoint.save_interval)
+            try:
+                return run_with_restarts(attempt_on, nodes, *limits, progress, coordinator.pause_for)
+            finally:
+                coordinator.close()
+
+        return JobKeeper(listener, token, start, coordinate).run()
 
 
 def _listed(env: dict[str, str]) -> Sequence[str]:
@@ -333,9 +323,8 @@ def _newest_step(config: RunConfig, memory: Path | None) -> int:
 
     The package of checkpoints imports torch, for which a launcher does not wait; hence the names are read here.
     """
-    folder = Path(config.checkpoint.save or Path(config.logging.run_dir) / "checkpoints")
     try:
-        names = os.listdir(folder)
+        names = os.listdir(config.checkpoint_folder)
     except OSError:
         names = []
     steps = [int(found[1]) for found in map(_CHECKPOINT.fullmatch, names) if found]
@@ -370,15 +359,15 @@ def _quote(word: str) -> str:
 def _parser() -> Parser:
     """Returns the parser of the launcher's options; all others are those of pretrain."""
     result = Parser("launch", _DESCRIPTION)
-    whole, methods, mpis = whole_number(), [m.value for m in LaunchMethod], [m.value for m in Mpi]
+    whole = whole_number()
     ranks = "ranks on a node (default: from --system or the scheduler)"
     result.add_argument("--nproc-per-node", type=whole, metavar="N", help=ranks)
     nodes = "nodes to use; further nodes of the job are spares (default: all)"
     result.add_argument("--nodes", type=whole, metavar="N", help=nodes)
-    method = f"program that starts the ranks: {', '.join(methods)} (default: auto)"
-    result.add_argument("--launcher", type=one_of_names(methods), metavar="NAME", default="auto", help=method)
-    mpi = f"MPI that mpiexec belongs to: {', '.join(mpis)} (default: pals on aurora, else mpich)"
-    result.add_argument("--mpi", type=one_of_names(mpis), metavar="NAME", help=mpi)
+    method = "program that starts the ranks (default: auto)"
+    result.add_enum("--launcher", members=LaunchMethod, default=LaunchMethod.AUTO, help=method)
+    mpi = "MPI that mpiexec belongs to (default: pals on aurora, else mpich)"
+    result.add_enum("--mpi", members=Mpi, help=mpi)
     system = f"machine whose defaults to use: {', '.join(SYSTEMS)} (default: generic)"
     result.add_argument("--system", type=one_of_names(SYSTEMS), metavar="NAME", default="generic", help=system)
     cores = "CPU cores of each rank, in the syntax of the launcher; none: no binding"
@@ -403,8 +392,8 @@ def _parse(argv: Sequence[str] | None) -> LaunchRequest:
     launch_options = LaunchOptions(
         nproc_per_node=args.nproc_per_node,
         nodes=args.nodes,
-        method=LaunchMethod(args.launcher),
-        mpi=None if args.mpi is None else Mpi(args.mpi),
+        method=args.launcher,
+        mpi=args.mpi,
         system=SYSTEMS[args.system],
         cpu_bind=args.cpu_bind,
         port=environment.rendezvous_port(),

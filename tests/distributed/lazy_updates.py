@@ -1,4 +1,4 @@
-"""Updates that run as late as a GPU's stream may run them: when somebody waits; test_zero_overlap.py runs it.
+"""Updates that run as late as a GPU's stream may run them: when somebody waits; test_param_all_gather.py runs it.
 
 Whoever forgets to wait reads old weights or states, or overwrites a gradient before it is used.
 """

@@ -1,4 +1,4 @@
-"""Forwards that wait for parameters, in every order that users call modules in; test_zero_overlap.py runs it."""
+"""Forwards that wait for parameters, in every order that users call modules in; test_param_all_gather.py runs it."""
 
 from __future__ import annotations
 

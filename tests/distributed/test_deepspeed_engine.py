@@ -15,10 +15,9 @@ import torch.distributed as dist
 from torch import nn
 
 import deepspeed_ext
-from megatron.optimus.config.schema import ConfigError, ModelConfig, QKNormScope
+from megatron.optimus.config.schema import ModelConfig, QKNormScope
 from megatron.optimus.models.decoder import Decoder
 from megatron.optimus.models.initialize import initialize_weights
-from megatron.optimus.parallel.autotp import autotp_section
 from tests.helpers import run_distributed, run_on_gpus
 
 STEPS, MAX_NORM, BATCH, LENGTH, VOCABULARY, LR = 3, 0.5, 2, 16, 64, 1e-3
@@ -177,19 +176,6 @@ def test_zero_3_and_offload_equal_one_process() -> None:
     assert by_rank[0][cases.index(("moe", "stage 1, states in host memory"))]["held"] == whole
 
 
-def test_autotp_equals_one_process() -> None:
-    cases = [("dense", 1), ("moe", 3), ("shared", 1), ("head norm", 1)]
-    runs = [
-        (shape, {"zero_optimization": {"stage": stage}, "tensor_parallel": autotp_section(_config(shape), 2)})
-        for shape, stage in cases
-    ]
-    by_rank = run_distributed(_train_each, 4, runs, 2)
-    for index, (shape, stage) in enumerate(cases):
-        _check(shape, f"AutoTP 2, stage {stage}", [results[index] for results in by_rank], 2)
-    whole = sum(param.numel() for param in _expected("dense", 2)[2].values())
-    assert by_rank[0][0]["held"] < 0.75 * whole, "nothing was cut"
-
-
 BF16 = {"bf16": {"enabled": True}}
 
 
@@ -217,18 +203,6 @@ def zero_3_on_gpus(device: str = "cuda") -> None:
     _on_gpus(1, cases, device, 2)
 
 
-def autotp_on_gpus(device: str = "cuda", world: int = 2) -> None:
-    cases = [
-        (
-            shape,
-            f"AutoTP 2, stage {stage}",
-            {"zero_optimization": {"stage": stage}, "tensor_parallel": autotp_section(_config(shape), 2)},
-        )
-        for shape, stage in (("dense", 1), ("moe", 1), ("head norm", 1))
-    ]
-    _on_gpus(2, cases, device, world)
-
-
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
 
 
@@ -236,18 +210,6 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than 
 @two_gpus
 def test_zero_3_and_offload_on_gpus_equal_one_process() -> None:
     zero_3_on_gpus()
-
-
-@pytest.mark.gpu
-@two_gpus
-def test_autotp_on_gpus_equals_one_process() -> None:
-    """Two replicas where there are four GPUs."""
-    autotp_on_gpus(world=4 if torch.cuda.device_count() >= 4 else 2)
-
-
-def test_autotp_size_must_divide() -> None:
-    with pytest.raises(ConfigError, match="autotp_size=4 must divide num_query_groups=2"):
-        autotp_section(_config("moe"), 4)
 
 
 def _spread_experts(rank: int, world: int) -> list[str]:

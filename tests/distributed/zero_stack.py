@@ -1,4 +1,4 @@
-"""A stack of layers under the sharded optimizer, and under torch's in one process, for test_zero_overlap.py."""
+"""A stack of layers under the sharded optimizer, and under torch's in one process, for deepspeed_ext/zero."""
 
 from __future__ import annotations
 

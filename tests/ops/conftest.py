@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,19 @@ def _many_rows_a_program():
     CANDIDATES["swiglu_backward"] = (Tiles(64, 1024, 0, 8, 1, 1), *before)
     yield
     CANDIDATES["swiglu_backward"] = before
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The file of tuned tiles, in a folder that is not there yet, for a GPU of Hopper."""
+    from megatron.optimus.ops.triton import tiles
+    from tests.ops.tile_cases import H200
+
+    monkeypatch.setenv("OPTIMUS_TILES", str(tmp_path / "cache" / "tiles.json"))
+    monkeypatch.setattr(tiles, "hardware", lambda device: H200)
+    tiles.set_tables(None)
+    yield tmp_path / "cache" / "tiles.json"
+    tiles.set_tables(None)
 
 
 @pytest.fixture

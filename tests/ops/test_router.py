@@ -158,17 +158,6 @@ def test_scores_that_underflow_give_small_weights_and_finite_gradients(backend: 
     assert got[0][0].max() < 1e-15 and got[3][0].abs().max() < 1e-15
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_the_reference_of_scores_that_underflow_is_finite_in_every_dtype(dtype: torch.dtype) -> None:
-    """In its second derivatives, too."""
-    logits = torch.full((2, 6), -200.0, dtype=dtype, requires_grad=True)
-    weights = reference.router_topk(logits, 3, sigmoid=True, normalize=True).weights_TK
-    assert weights.dtype == dtype and weights.double().max() < 1e-15
-    (first,) = torch.autograd.grad(weights.sum() + weights.square().sum(), logits, create_graph=True)
-    (second,) = torch.autograd.grad(first.square().sum() + first.sum(), logits)
-    assert first.isfinite().all() and second.isfinite().all()
-
-
 LINEAR_SHAPES = [(0, 16, 4, 2), (1, 8, 1, 1), (130, 72, 20, 3), (300, 200, 64, 8), (90, 264, 36, 8), (150, 136, 96, 5)]
 
 
@@ -269,21 +258,6 @@ def test_a_linear_router_of_wrong_arguments_raises() -> None:
         ops.route(torch.zeros(3, 4), torch.zeros(2, 4), 1, selection_bias_E=torch.zeros(3))
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_the_reference_by_finite_differences(options: tuple[bool, bool, bool]) -> None:
-    sigmoid, normalize, biased = options
-    generator = torch.Generator().manual_seed(5)
-    leaves = [torch.randn(n, 4, generator=generator, dtype=torch.float64).requires_grad_() for n in (3, 5)]
-    bias = torch.randn(5, generator=generator, dtype=torch.float64) if biased else None
-
-    def outputs(*leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        routing, logits, x = ops.route(*leaves, 2, sigmoid=sigmoid, normalize=normalize, selection_bias_E=bias)
-        return routing.weights_TK, routing.scores_TE, logits, x
-
-    ops.set_backend("reference")
-    assert torch.autograd.gradcheck(outputs, leaves)
-
-
 def test_a_router_set_to_a_backend_that_is_not_here_raises() -> None:
     ops.set_backend("triton")
     if torch.cuda.is_available():
@@ -301,45 +275,6 @@ def test_expert_counts(backend: str, device: str, name: str, index_dtype: torch.
     counts = ops.expert_counts(indices.to(device), CASES[name].experts)
     assert counts.dtype == torch.int64 and counts.device.type == device
     assert counts.tolist() == [int((indices == e).sum()) for e in range(CASES[name].experts)]
-
-
-@pytest.mark.parametrize(
-    "shape", [(1, 4, 1), (37, 64, 8), (130, 72, 3), (5, 2, 1), (3000, 6, 2), (40, 384, 8)], ids=str
-)
-@pytest.mark.parametrize("sigmoid", [False, True], ids=["softmax", "sigmoid"])
-@each_target
-def test_statistics(backend: str, device: str, shape: tuple[int, int, int], sigmoid: bool) -> None:
-    ops.set_backend(backend)
-    tokens, experts, topk = shape
-    generator = torch.Generator().manual_seed(5)
-    logits = 3 * torch.randn(tokens, experts, generator=generator)
-    dshare, dz = torch.randn(experts, generator=generator), torch.randn((), generator=generator)
-    scores = logits.sigmoid() if sigmoid else logits.softmax(-1)
-    indices = reference.router_topk(logits, topk, sigmoid=sigmoid).indices_TK
-    found = []
-    for kind, place in ((torch.float64, "cpu"), (torch.float32, device)):
-        leaves = [t.to(place, kind).requires_grad_() for t in (logits, scores)]
-        if place == device and kind is torch.float32:
-            out = ops.router_statistics(*leaves, indices.to(place))
-        else:
-            out = reference.router_statistics(*leaves, reference.expert_counts(indices, experts))
-        given = (dshare.to(place, kind), dz.to(place, kind))
-        both = torch.autograd.grad((out.share_E, out.z_loss), leaves, given, retain_graph=True)
-        alone = torch.autograd.grad(out.z_loss, leaves[0], given[1])
-        assert not out.entropy.requires_grad and out.counts_E.dtype == torch.int64
-        found.append([t.detach().double().cpu() for t in (*out, *both, *alone)])
-    for want, got in zip(*found, strict=True):
-        torch.testing.assert_close(got, want, rtol=2e-5, atol=1e-6 * max(1e-2, float(want.abs().max())))
-
-
-def test_statistics_of_what_does_not_fit_are_refused() -> None:
-    logits, indices = torch.ones(3, 4), torch.zeros(3, 2, dtype=torch.int64)
-    with pytest.raises(ValueError, match=r"router_statistics: \[\(3, 4\), \(3, 5\), \(3, 2\)\]"):
-        ops.router_statistics(logits, torch.ones(3, 5), indices)
-    with pytest.raises(ValueError, match="on cpu but another is on meta"):
-        ops.router_statistics(logits, logits.to("meta"), indices)
-    with pytest.raises(ValueError, match=r"indices torch\.float32"):
-        ops.router_statistics(logits, logits, indices.float())
 
 
 @each_target

@@ -2,66 +2,27 @@
 
 from __future__ import annotations
 
-import json
-import multiprocessing as mp
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
-from megatron.optimus.ops.triton import tile_cache
 from megatron.optimus.ops.triton import tiles as tiles_module
-from megatron.optimus.ops.triton.candidates import CANDIDATES, Entry, Tiles, as_record
+from megatron.optimus.ops.triton.candidates import CANDIDATES, Tiles
 from megatron.optimus.ops.triton.tiles import (
-    ROW_TILE,
     Hardware,
-    Problem,
     bucket,
     fitting,
     layer_problems,
     shared_bytes,
     sum_bytes,
-    tiles_for,
 )
-from megatron.optimus.platform import environment
+from tests.ops.tile_cases import ADA, FIRST, H200, LIKE, PRODUCT, SECOND, THIRD, chosen, entry
 
-H200 = Hardware("H200, 9.0, triton 3", 132, 232448, has_tma=True, keeps_last_stage=True)
-ADA = Hardware("L40S, 8.9, triton 3", 142, 101376, has_tma=False, keeps_last_stage=False)
+pytestmark = pytest.mark.usefixtures("file")
+
 REAL_HARDWARE = tiles_module.hardware
-LIKE = torch.empty(0, dtype=torch.bfloat16)
-PRODUCT = Problem("rows_times_weight", torch.bfloat16, 64, 2048, 1024, 131072)
-FIRST, SECOND, THIRD = CANDIDATES["rows_times_weight"][:3]
-
-
-@pytest.fixture(autouse=True)
-def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setenv("OPTIMUS_TILES", str(tmp_path / "cache" / "tiles.json"))
-    monkeypatch.setattr(tiles_module, "hardware", lambda device: H200)
-    tiles_module.set_tables(None)
-    yield tmp_path / "cache" / "tiles.json"
-    tiles_module.set_tables(None)
-
-
-def entry(tiles: Tiles, matches_default_bits: bool = True) -> Entry:
-    return Entry(tiles, 10.0, 12.5, matches_default_bits)
-
-
-def chosen(problem: Problem, slots: int | None = None) -> Tiles:
-    return tiles_for(problem.kernel, LIKE.to(problem.dtype), *problem[2:5], problem.slots if slots is None else slots)
-
-
-def test_candidates_keep_to_what_the_kernels_assume() -> None:
-    for kernel, candidates in CANDIDATES.items():
-        assert len(set(candidates)) == len(candidates)
-        for rows, cols, depth, warps, stages, programs in candidates:
-            assert ROW_TILE % rows == 0, "tiles of one expert"
-            assert depth == 0 or (ROW_TILE % depth == 0 and depth >= 16), "a weight gradient stays in its expert's rows"
-            assert cols & (cols - 1) == 0 and warps in (2, 4, 8) and stages >= 1 and programs >= 1
-            assert kernel == "up_swiglu" or depth == 0 or cols % 4 == 0
 
 
 def test_the_default_is_the_measured_one_or_the_first_that_fits() -> None:
@@ -197,133 +158,8 @@ def test_every_part_of_the_key_separates() -> None:
         assert chosen(PRODUCT) == FIRST
 
 
-def test_round_trip_through_the_file(file: Path) -> None:
-    first, other = (
-        {str(PRODUCT): entry(SECOND, matches_default_bits=False)},
-        {"up_swiglu x": entry(CANDIDATES["up_swiglu"][1])},
-    )
-    tile_cache.save(H200.key, first)
-    tile_cache.save("another", other)
-    tile_cache.save(H200.key, other)
-    assert tile_cache.load() == {H200.key: {**first, **other}, "another": other}
-    assert chosen(PRODUCT) == SECOND
-    tile_cache.save(H200.key, {str(PRODUCT): entry(THIRD)})
-    assert tile_cache.load(file)[H200.key][str(PRODUCT)] == entry(THIRD)
-    assert sorted(path.name for path in file.parent.iterdir()) == ["tiles.json", "tiles.json.lock"]
-
-
-def test_no_file_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
-    assert tile_cache.load() == {} and chosen(PRODUCT) == FIRST and caplog.records == []
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b'{"format": 1, "devi',
-        b"\xff\xfe\x00",
-        b"[" * 100_000,
-        b"[]",
-        b"null",
-        b'{"format": 2, "devices": {}}',
-        b'{"format": 1, "devices": []}',
-    ],
-    ids=["empty", "cut", "binary", "deep", "list", "null", "later", "devices"],
-)
-def test_a_damaged_file_is_one_warning_and_replaced(
-    file: Path, content: bytes, caplog: pytest.LogCaptureFixture
-) -> None:
-    file.parent.mkdir()
-    file.write_bytes(content)
-    assert [chosen(PRODUCT), chosen(PRODUCT, 7)] == [FIRST] * 2
-    [record] = caplog.records
-    assert record.levelname == "WARNING" and str(file) in record.getMessage() and "remove it" in record.getMessage()
-    tile_cache.save(H200.key, {str(PRODUCT): entry(SECOND)})
-    assert tile_cache.load()[H200.key] == {str(PRODUCT): entry(SECOND)}
-
-
-def _changed(**values: Any) -> dict[str, Any]:
-    record = as_record(entry(SECOND))
-    record["tiles"] = {**record["tiles"], **values.pop("tiles", {})}
-    return {**record, **values}
-
-
-ILLEGAL = {
-    "rows_times_weight 1": _changed(tiles={"rows": 96}),
-    "rows_times_weight 2": _changed(tiles={"warps": "8"}),
-    "rows_times_weight 3": _changed(tiles={"warps": 8.0}),
-    "rows_times_weight 4": _changed(tiles={"stages": 10**9}),
-    "rows_times_weight 5": _changed(microseconds=float("nan")),
-    "rows_times_weight 6": _changed(is_exact="yes"),
-    "rows_times_weight 7": {"tiles": list(SECOND)},
-    "rows_times_weight 8": 5,
-    "rows_times_weight 9": {k: v for k, v in _changed().items() if k != "default_microseconds"},
-    "no_such_kernel 10": _changed(),
-    "rows_times_weight 12": _changed(microseconds=10**400),
-    "spread_rows 11": _changed(),  # tiles of another kernel
-}
-
-
-def test_entries_that_are_not_ours_are_left_out_and_kept_in_the_file(
-    file: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    file.parent.mkdir()
-    good = {str(PRODUCT): _changed()}
-    file.write_text(json.dumps({"format": 1, "devices": {H200.key: {**ILLEGAL, **good}, "broken": 3}}))
-    assert tile_cache.load() == {H200.key: {str(PRODUCT): entry(SECOND)}, "broken": {}}
-    [record] = caplog.records
-    assert f"{len(ILLEGAL) + 1} entries of {file}" in record.getMessage()
-    tile_cache.save(H200.key, {"up_swiglu new": entry(CANDIDATES["up_swiglu"][0])})
-    kept = json.loads(file.read_text())["devices"][H200.key]
-    assert set(kept) == {*ILLEGAL, *good, "up_swiglu new"}  # another version of the library may know them
-
-
 def test_tiles_that_do_not_fit_this_device_are_not_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     tiles_module.set_tables({ADA.key: {str(PRODUCT): entry(SECOND)}})
     monkeypatch.setattr(tiles_module, "hardware", lambda device: ADA)
     assert not tiles_module.is_legal(PRODUCT.kernel, SECOND, ADA)
     assert chosen(PRODUCT) == fitting(PRODUCT, ADA)[0] and tiles_module.summary(LIKE.device) == "default tiles"
-
-
-def test_a_folder_that_cannot_be_written_raises_and_leaves_nothing(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file.parent.write_text("a file where the folder should be")
-    with pytest.raises(OSError):
-        tile_cache.save(H200.key, {})
-    file.parent.unlink()
-
-    def full(*arguments: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("os.replace", full)
-    with pytest.raises(OSError, match="No space left"):
-        tile_cache.save(H200.key, {})
-    assert [path.name for path in file.parent.iterdir()] == ["tiles.json.lock"]
-
-
-def _write(path: Path, writer: int) -> None:
-    for number in range(10):
-        problem = PRODUCT._replace(experts=writer, slots=2**number)
-        tile_cache.save(f"device {writer % 2}", {str(problem): entry(SECOND)}, path)
-
-
-def test_many_processes_write_at_once_and_no_entry_is_lost(file: Path) -> None:
-    context = mp.get_context("fork")
-    writers = [context.Process(target=_write, args=(file, writer)) for writer in range(6)]
-    for process in writers:
-        process.start()
-    while any(process.is_alive() for process in writers):
-        tile_cache.load(file)
-        if file.exists():
-            json.loads(file.read_text())  # never half a file
-    assert [process.exitcode for process in writers] == [0] * 6
-    found = tile_cache.load(file)
-    assert {key: len(entries) for key, entries in found.items()} == {"device 0": 30, "device 1": 30}
-    assert len(list(file.parent.iterdir())) == 2
-
-
-def test_where_the_file_is(monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
-    assert environment.tiles_file() == file
-    for unset in ("", None):
-        monkeypatch.setenv("OPTIMUS_TILES", "") if unset == "" else monkeypatch.delenv("OPTIMUS_TILES")
-        monkeypatch.setenv("HOME", "/home/of/someone")
-        assert environment.tiles_file() == Path("/home/of/someone/.cache/optimus/triton_tiles.json")

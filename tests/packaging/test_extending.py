@@ -134,7 +134,7 @@ def test_an_optimizer_as_an_option_trains(performed: tuple[Path, dict[str, Any]]
 
 
 def test_a_preset_has_the_parameters_that_its_test_says(extended: Path, performed: tuple[Path, dict[str, Any]]) -> None:
-    source = ast.parse((extended / "tests/unit/models/test_presets_counts.py").read_text())
+    source = ast.parse((extended / "tests/unit/models/test_parameters.py").read_text())
     [totals] = [
         node.value
         for node in source.body

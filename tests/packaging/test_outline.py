@@ -92,9 +92,14 @@ def test_circles_of_modules_and_rooms(tree: Path) -> None:
 def test_long_functions_tests_docstrings_and_class_names(tree: Path) -> None:
     sources = outline.read_sources(tree)
     assert outline.functions(sources)[0] == ("long", "megatron/optimus/ops/mlp.py:1", 81)
-    tested, untested = outline.modules_by_test(tree, sources)
-    assert sorted(path.name for path in tested) == ["engine.py", "loop.py", "mlp.py", "store.py"]
-    assert Path("megatron/optimus/ops/triton/gemm.py") in untested
+    modules = outline.modules_by_test(tree, sources)
+    assert sorted(path.name for path in modules.tested) == ["engine.py", "loop.py", "mlp.py", "store.py"]
+    assert [str(path) for path in modules.untested] == [
+        "megatron/optimus/data/index.py",
+        "megatron/optimus/training/step.py",
+    ]
+    assert Path("megatron/optimus/ops/triton/gemm.py") in modules.declarations  # a class without methods
+    assert outline.tests_by_subject(tree, sources) == [Path("tests/integration/test_step.py")]
     assert outline.without_docstring(sources) == [
         "deepspeed_ext/engine.py:3 Engine",
         "megatron/optimus/checkpoint/store.py:3 Part.read",
@@ -117,7 +122,8 @@ def test_the_text_names_each_finding_and_its_place(tree: Path) -> None:
         "Circles of modules: 2",
         "through an import inside a function: megatron.optimus.config.schema, ",
         "   81  megatron/optimus/ops/mlp.py:1 long",
-        "Modules with a test of their name: 4; without: 8",
+        "Modules with a test of their name: 4; declarations alone, without: 6; others without: 2\n",
+        "Tests that are named by a subject, not by a module: 1\n    tests/integration/test_step.py",
         "Class names used more than once: 1\n    Part: ",
     ):
         assert said in text

@@ -232,3 +232,8 @@ def test_every_program_answers_help() -> None:
         if is_program and not called & {"parse_args", "parse_known_args"} and path.parent != ROOT / "tools":
             wrong.append(str(path.relative_to(ROOT)))
     assert wrong == []
+
+
+def test_every_module_has_a_test_of_its_name() -> None:
+    """Those of declarations alone need none; ``python tools/dev/outline.py --explain`` lists the places."""
+    assert outline.modules_by_test(ROOT, outline.read_sources(ROOT)).untested == []

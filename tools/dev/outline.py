@@ -4,9 +4,9 @@
     python tools/dev/outline.py --root ../another_checkout --order order.json
 
 The outline holds the lines of each folder, imports that point against the order of the rooms, circles of imports, the
-longest files and functions, modules without a test of their name, public names without a docstring, and class names
-that are used twice. A room is a folder or a module directly below megatron/optimus or deepspeed_ext. Only the syntax
-trees are read: nothing of the tree is imported, and the standard library is enough.
+longest files and functions, modules without a test of their name and tests without a module of theirs, public names
+without a docstring, and class names that are used twice. A room is a folder or a module directly below megatron/optimus
+or deepspeed_ext. Only the syntax trees are read: nothing of the tree is imported, and the standard library is enough.
 """
 
 from __future__ import annotations
@@ -229,15 +229,45 @@ def places_of_test(path: Path) -> list[Path]:
     return places
 
 
-def modules_by_test(root: Path, sources: Iterable[Source]) -> tuple[list[Path], list[Path]]:
-    """The modules that have a test of their name, and those that have none; ``__init__.py`` files are not asked."""
-    tested: list[Path] = []
-    untested: list[Path] = []
+def only_declares(node: ast.stmt) -> bool:
+    """Whether a statement of a module computes nothing: imports, constants, classes without methods, a call of main."""
+    if isinstance(node, ast.ClassDef):
+        return all(map(only_declares, node.body))
+    if isinstance(node, ast.If):  # for type checkers, or of a program
+        return "TYPE_CHECKING" in ast.dump(node.test) or "'__name__'" in ast.dump(node.test)
+    kinds = (ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign, ast.Pass)
+    return isinstance(node, kinds) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
+
+
+class ModulesByTest(NamedTuple):
+    """Modules that have a test of their name, and those that have none; ``__init__.py`` files are not asked."""
+
+    tested: list[Path]
+    untested: list[Path]
+    declarations: list[Path]  # without a test, and with nothing that one could run
+
+
+def modules_by_test(root: Path, sources: Iterable[Source]) -> ModulesByTest:
+    """Looks for the test of each module where the name of the module says."""
+    found = ModulesByTest([], [], [])
     for source in sources:
-        if source.path.name != "__init__.py":
-            has_test = any((root / place).exists() for place in places_of_test(source.path))
-            (tested if has_test else untested).append(source.path)
-    return tested, untested
+        if source.path.name == "__init__.py":
+            continue
+        if any((root / place).exists() for place in places_of_test(source.path)):
+            found.tested.append(source.path)
+        else:
+            (found.declarations if all(map(only_declares, source.tree.body)) else found.untested).append(source.path)
+    return found
+
+
+def tests_by_subject(root: Path, sources: Iterable[Source]) -> list[Path]:
+    """The tests in mirrored folders that have the name of no module and of no package, but of what they are about."""
+    paths = [source.path for source in sources]
+    paths += [path.parent.with_suffix(".py") for path in paths if path.name == "__init__.py"]
+    places = {place for path in paths for place in places_of_test(path)}
+    folders = ("unit", "distributed", "integration", "ops")
+    tests = (path.relative_to(root) for folder in folders for path in (root / "tests" / folder).rglob("test_*.py"))
+    return sorted(set(tests) - places)
 
 
 def _base_names(node: ast.ClassDef) -> list[str]:
@@ -319,8 +349,14 @@ def outline(root: Path, order: Mapping[str, int], *, explain: bool = False) -> s
     longest_functions = functions(sources)[:NUM_LONGEST]
     text += _section("Longest functions", (f"{each.lines:5}  {each.place} {each.name}" for each in longest_functions))
     text += ["", f"Files under {SHORT_FILE_LINES} lines: {sum(each.lines < SHORT_FILE_LINES for each in sources)}"]
-    tested, untested = modules_by_test(root, sources)
-    text += _section(f"Modules with a test of their name: {len(tested)}; without: {len(untested)}", untested * explain)
+    modules = modules_by_test(root, sources)
+    title = (
+        f"Modules with a test of their name: {len(modules.tested)}; declarations alone, without: "
+        f"{len(modules.declarations)}; others without: {len(modules.untested)}"
+    )
+    text += _section(title, modules.untested * explain)
+    by_subject = tests_by_subject(root, sources)
+    text += _section(f"Tests that are named by a subject, not by a module: {len(by_subject)}", by_subject * explain)
     undocumented = without_docstring(sources)
     title = f"Public functions, classes and methods without a docstring: {len(undocumented)}"
     text += _section(title, undocumented * explain)

@@ -23,7 +23,7 @@ from megatron.optimus.config.load import Parser
 from megatron.optimus.config.schema import ConfigError
 from megatron.optimus.convert import DEFAULT_MAX_SHARD_BYTES, Options
 from megatron.optimus.convert.average import average
-from megatron.optimus.platform.log import print_error
+from megatron.optimus.platform.log import prints_errors
 from megatron.optimus.platform.progress import Progress, StderrHandler
 
 
@@ -48,11 +48,12 @@ def _parser() -> Parser:
     return parser
 
 
+@prints_errors(CheckpointError, ConfigError)
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs ``optimus average``; returns 0, 2 after one line that says what is wrong, or 130 after an interrupt."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", handlers=[StderrHandler()])
+    args = _parser().parse(argv)
     try:
-        args = _parser().parse(argv)
         with Progress("average") as progress:
             result = average(
                 args.checkpoints,
@@ -64,9 +65,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         size = f"{len(result.tensors)} tensors, {result.num_bytes:,} bytes"
         print(f"wrote {result.destination}: {size}, the average of {len(args.checkpoints)} checkpoints")
-    except (CheckpointError, ConfigError) as error:
-        print_error(error)
-        return 2
     except KeyboardInterrupt:
         print(f"interrupted; {args.out} is as it was", file=sys.stderr)
         return 130

@@ -25,7 +25,7 @@ from megatron.optimus.convert import DEFAULT_MAX_SHARD_BYTES, FORMATS, Conversio
 from megatron.optimus.convert.deepspeed import NAMES
 from megatron.optimus.convert.formats import CardOptions
 from megatron.optimus.platform.hub import check_push, local_folder, push, push_address
-from megatron.optimus.platform.log import print_error
+from megatron.optimus.platform.log import prints_errors
 from megatron.optimus.platform.progress import Progress, StderrHandler
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -52,8 +52,7 @@ def _parser() -> Parser:
     )
     text = "file or folder of the tokenizer, for hf; default: the one inside the checkpoint"
     parser.add_argument("--tokenizer-model", "--tokenizer", type=Path, help=text)
-    kinds = [kind.value for kind in TokenizerType]
-    parser.add_argument("--tokenizer-type", choices=kinds, help="type of the tokenizer; default: as its file says")
+    parser.add_enum("--tokenizer-type", members=TokenizerType, help="type of the tokenizer; default: as its file says")
     size = "largest size of a file; default: 5GB"
     parser.add_argument("--max-shard-size", type=parse_size, default=DEFAULT_MAX_SHARD_BYTES, help=size)
     parser.add_argument("--model-config", type=Path, help="config.json or YAML of the model, for sources without")
@@ -86,11 +85,12 @@ def _parser() -> Parser:
     return parser
 
 
+@prints_errors(CheckpointError, ConfigError)
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs ``optimus convert``; returns 0, 2 after one line that says what is wrong, or 130 after an interrupt."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", handlers=[StderrHandler()])
+    args = _parser().parse(argv)
     try:
-        args = _parser().parse(argv)
         _check_push(args)
         options = Options(
             args.dtype,
@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             args.target_pipeline_parallel_size,
             args.target_expert_parallel_size,
             args.transformer_impl == "transformer_engine",
-            None if args.tokenizer_type is None else TokenizerType(args.tokenizer_type),
+            args.tokenizer_type,
             CardOptions(args.push or args.destination.resolve().name, args.license, tuple(args.evaluation)),
         )
         with Progress("convert") as progress:
@@ -121,9 +121,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.push is not None and not args.dry_run:
             push(result.destination, args.push, public=args.public)
             print(f"uploaded to {push_address(args.push)}, {'public' if args.public else 'private'}")
-    except (CheckpointError, ConfigError) as error:
-        print_error(error)
-        return 2
     except KeyboardInterrupt:
         print(f"interrupted; {args.destination} is as it was", file=sys.stderr)
         return 130

@@ -23,13 +23,15 @@ from typing import Any
 from megatron.optimus.config.checks import check
 from megatron.optimus.config.load import Parser, add_run_options, read_run, whole_number
 from megatron.optimus.config.schema import ConfigError, ModelConfig, Parametrization, RunConfig
-from megatron.optimus.platform.log import print_error
+from megatron.optimus.platform.files import naming_write_errors
+from megatron.optimus.platform.log import prints_errors
 from megatron.optimus.report import figure, plot
 
 _OF_A_PARAMETRIZATION = ("base_hidden_size", "base_num_layers", "base_ffn_hidden_size", "base_moe_ffn_hidden_size")
 _GROWS = 0.3  # slope from which an activation is said to grow; noise of small models stays below
 
 
+@prints_errors(ConfigError)
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs ``optimus coordinate-check``; returns the exit code."""
     parser = Parser("coordinate-check", __doc__ or "")
@@ -40,26 +42,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the numbers as JSON")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the changes as .png, .svg or .pdf")
     add_run_options(parser)
-    try:
-        args = parser.parse(argv)
-        run = read_run(args)
-        if not args.widths and not args.depths:
-            raise ConfigError(
-                "--widths and --depths are both absent: name what to compare, such as --widths 64,128,256"
-            )
-        check(run.config, 1)
-        rows = _measure(run.config, args)
-        sys.stdout.write("\n".join(_tables(rows)) + "\n")
-        if args.out is not None:
+    args = parser.parse(argv)
+    run = read_run(args)
+    if not args.widths and not args.depths:
+        raise ConfigError("--widths and --depths are both absent: name what to compare, such as --widths 64,128,256")
+    check(run.config, 1)
+    rows = _measure(run.config, args)
+    sys.stdout.write("\n".join(_tables(rows)) + "\n")
+    if args.out is not None:
+        with naming_write_errors(args.out):
             args.out.write_text(json.dumps(rows, indent=1) + "\n")
-        if args.plot is not None:
-            figure.draw(args.plot, _panels(rows, args.steps))
-    except ConfigError as error:
-        print_error(error)
-        return 2
-    except OSError as error:
-        print_error(ConfigError(f"{args.out} cannot be written: {error.strerror}"))
-        return 2
+    if args.plot is not None:
+        figure.draw(args.plot, _panels(rows, args.steps))
     return 0
 
 

@@ -27,31 +27,28 @@ from megatron.optimus.commands.diagnosis import Finding, State
 from megatron.optimus.config.choices import Device
 from megatron.optimus.config.load import Parser, whole_number
 from megatron.optimus.config.schema import ConfigError
-from megatron.optimus.platform.log import counted, print_error, printable
+from megatron.optimus.platform.log import counted, printable, prints_errors
 from megatron.optimus.version import __version__
 
 _MARKS = {State.OK: "ok", State.ABSENT: "-", State.WARNING: "warn", State.BROKEN: "FAIL"}
 _WIDTH, _INDENT = 80, 22  # columns; where values begin
 
 
+@prints_errors(ConfigError)
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs ``optimus doctor``; returns the exit code."""
     parser = Parser("doctor", __doc__ or "")
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     parser.add_argument("--run-dir", type=Path, default=Path("runs"), help="folder of the runs to come [runs]")
     parser.add_argument("--save", type=Path, metavar="FOLDER", help="folder of checkpoints, if it is another")
-    kinds = [one.value for one in Device]
-    parser.add_argument("--device", choices=kinds, default="auto", help="type of device that a run would use [auto]")
+    device = "type of device that a run would use [auto]"
+    parser.add_enum("--device", members=Device, default=Device.AUTO, help=device)
     parser.add_argument(
         "--timeout", type=whole_number(), default=60, metavar="S", help="seconds that an exchange of ranks may take"
     )
-    try:
-        options = parser.parse(argv)
-    except ConfigError as error:
-        print_error(error)
-        return 2
+    options = parser.parse(argv)
     folders = {"run-dir": options.run_dir} | ({} if options.save is None else {"save": options.save})
-    findings = list(examine(Device(options.device), folders, options.timeout))
+    findings = list(examine(options.device, folders, options.timeout))
     is_healthy = all(finding.state is not State.BROKEN for finding in findings)
     if options.json:
         report = {"version": __version__, "is_healthy": is_healthy, "findings": [_record(one) for one in findings]}

@@ -43,7 +43,7 @@ from megatron.optimus.config.options import did_you_mean
 from megatron.optimus.config.schema import ConfigError, Device
 from megatron.optimus.data.indexed import IndexedDatasetWriter
 from megatron.optimus.platform import environment
-from megatron.optimus.platform.log import print_error
+from megatron.optimus.platform.log import prints_errors
 
 PER_ROUND = 5
 _STEPS, _STEPS_ON_DEVICE = 90, 300  # of a round: steps on an accelerator are short
@@ -340,16 +340,13 @@ class Drill:
         print(f"{one.fault} of ranks {one.ranks} at step {one.step}: {told}{back}{one.broken and ': ' + one.broken}")
 
 
+@prints_errors(ConfigError)
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs ``optimus drill``; returns the exit code."""
-    try:
-        options = _parse(argv)
-        if options.join:
-            return _join(options)
-        drill = Drill(options)
-    except ConfigError as error:
-        print_error(error)
-        return 2
+    options = _parse(argv)
+    if options.join:
+        return _join(options)
+    drill = Drill(options)
     began, queue = time.monotonic(), _order(options)
     while queue and time.monotonic() - began < options.seconds:
         kind = queue[0].needs_agents
@@ -360,8 +357,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for one in drill.outcomes[before:]:
             queue.remove(FAULTS[one.fault])
         if len(drill.outcomes) == before:
-            print_error(ConfigError(f"no fault could be injected in {options.steps} steps; give more --steps"))
-            return 2
+            raise ConfigError(f"no fault could be injected in {options.steps} steps; give more --steps")
         _write(options, drill.outcomes, rounds=drill.rounds, seconds=round(time.monotonic() - began))
     print(_table(drill.outcomes))
     return int(any(one.broken for one in drill.outcomes))
@@ -458,10 +454,8 @@ def _write(options: argparse.Namespace, outcomes: Sequence[Outcome], **numbers: 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser("drill", __doc__ or "")
     parser.add_argument("--faults", metavar="LIST", help=f"commas between: {', '.join(FAULTS)} (default: all)")
-    kinds = ["cpu", "cuda", "xpu"]
-    parser.add_argument(
-        "--device", choices=kinds, default="cpu", help="of the ranks; one each, or the CPU for all [cpu]"
-    )
+    device = "of the ranks; one each, or the CPU for all [cpu]"
+    parser.add_enum("--device", members=(Device.CPU, Device.CUDA, Device.XPU), default=Device.CPU, help=device)
     parser.add_argument("--ranks", type=whole_number(), default=4, metavar="N", help="on this machine [4]")
     parser.add_argument("--nodes", type=whole_number(), default=2, metavar="N", help="simulated nodes they are on [2]")
     parser.add_argument("--count", type=whole_number(), metavar="N", help="faults (default: each kind once)")
@@ -474,7 +468,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new folder for tables and runs")
     options = parser.parse(argv)
     options.words = list(sys.argv[1:] if argv is None else argv)
-    options.device = Device(options.device)
     is_cpu = options.device is Device.CPU
     options.steps = options.steps or (_STEPS if is_cpu else _STEPS_ON_DEVICE)
     possible = [name for name, fault in FAULTS.items() if is_cpu or not (fault.needs_tcp or fault.needs_agents)]

@@ -296,6 +296,8 @@ def _cut(target: Target) -> Callable[[], None]:
     return undo
 
 
+# Faults whose rank is not to be named; the harmless ones do not even restart the run.
+_unnamed, _harmless = partial(Fault, names=False), partial(Fault, names=False, restarts=False)
 _KILLED, _SAVE_FAILED = r"error: rank (\d+) ended with signal SIG(?:KILL|SEGV)", r"training goes on"
 _AGAIN = "restart from memory or disk, bit-identical, the rank is named"
 _ANOTHER, _TAKES_OVER = r"another one takes over", "another one takes over, nothing is restarted"
@@ -313,21 +315,19 @@ FAULTS = {
             *("stop", "SIGSTOP of a rank", _AGAIN, partial(_signal, number=signal.SIGSTOP)),
             notice=r"rank (\d+) \(process \d+\): stopped by a signal",
         ),
-        Fault(
+        _unnamed(
             *(
                 "launcher",
                 "SIGKILL of the launcher",
                 "its ranks save and leave; the same command goes on, bit-identical",
             ),
             *(_kill_launcher, r"asked to stop: saving step"),
-            names=False,
             by_command=True,
         ),
         Fault("node", "SIGKILL of a node's ranks, its memory lost", _AGAIN, _lose_nodes, _KILLED),
-        Fault(
+        _unnamed(
             *("fork-server", "SIGKILL of the process that ranks are forked from", _AGAIN.rpartition(",")[0]),
             *(_kill_fork_server, r"error[^\n]*"),
-            names=False,
             alone=True,  # what is started then has other parents
         ),
         Fault(
@@ -343,31 +343,24 @@ FAULTS = {
             *(_kill_agent, r"error: lost n(\d+) "),
             needs_agents=True,
         ),
-        Fault(
+        _harmless(
             *("coordinator", "SIGKILL of the coordinator", _TAKES_OVER, _signal_coordinator, _ANOTHER),
-            restarts=False,
-            names=False,
             needs_agents=True,
         ),
-        Fault(
+        _harmless(
             *("coordinator-stop", "SIGSTOP of the coordinator", _TAKES_OVER),
             *(partial(_signal_coordinator, number=signal.SIGSTOP), _ANOTHER),
-            restarts=False,
-            names=False,
             needs_agents=True,
         ),
-        Fault(
+        _harmless(
             *("coordinator-start", "SIGKILL of the coordinator before the first step", _TAKES_OVER),
             *(partial(_kill_coordinator, kills_rank=False), _ANOTHER),
-            restarts=False,
-            names=False,
             at_start=True,
             needs_agents=True,
         ),
-        Fault(
+        _unnamed(
             *("coordinator-recovery", "SIGKILL of a rank, and of the coordinator while the ranks start", _GOES_ON),
             *(partial(_kill_coordinator, kills_rank=True), _ANOTHER),
-            names=False,
             needs_agents=True,
         ),
         Fault(
@@ -384,46 +377,34 @@ FAULTS = {
             *(partial(_hook, words="slow 0.3 25"), r"rank (\d+) on \S+ is a straggler"),
             restarts=False,
         ),
-        Fault(
+        _harmless(
             *("disk-vanished", "no folder of checkpoints for some time", "training goes on, and saves when it is back"),
             *(_vanish, _SAVE_FAILED),
-            restarts=False,
-            names=False,
         ),
-        Fault(
+        _harmless(
             *("disk-read-only", "a read-only folder for some time", "training goes on, and saves when it is writable"),
             *(_forbid, _SAVE_FAILED),
-            restarts=False,
-            names=False,
         ),
-        Fault(
+        _harmless(
             *("disk-full", "no space for a rank's checkpoints", "training goes on, and saves when there is space"),
             *(partial(_fail_writes, number=errno.ENOSPC), _SAVE_FAILED),
-            restarts=False,
-            names=False,
         ),
-        Fault(
+        _unnamed(
             *("link-cut", "all TCP connections of a rank are cut", "restart from memory or disk, bit-identical"),
             *(partial(_hook, words="cut"), r"error[^\n]*?rank (\d+)"),
-            names=False,
             needs_tcp=True,
         ),
-        Fault(
+        _harmless(
             *("link-late", f"all messages of a rank are {_LATE_SECONDS:g} s late", "nothing is restarted"),
             *(_pause, ""),
-            restarts=False,
-            names=False,
         ),
-        Fault(
+        _harmless(
             *("clock", "a rank's time of day jumps by an hour", "nothing is restarted"),
             *(partial(_hook, words="clock 3600"), ""),
-            restarts=False,
-            names=False,
         ),
-        Fault(
+        _unnamed(
             *("data-cut", "the token file is cut", "the file is named, exit code 2; mended, the same command goes on"),
             *(_cut, r"error[^\n]*tokens"),
-            names=False,
             by_command=True,
             alone=True,
         ),

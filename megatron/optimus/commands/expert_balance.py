@@ -15,16 +15,19 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.optimus.config.load import Parser, whole_number
 from megatron.optimus.config.placement import to_json
 from megatron.optimus.config.schema import ConfigError
-from megatron.optimus.platform.log import print_error
+from megatron.optimus.platform.files import naming_write_errors
+from megatron.optimus.platform.log import prints_errors
 from megatron.optimus.training.expert_load import FILE_NAME, LOADS, BalanceReport, report
 
 
-def main(argv: list[str] | None = None) -> int:
+@prints_errors(ConfigError)
+def main(argv: Sequence[str] | None = None) -> int:
     """Runs ``optimus expert-balance``; returns the exit code."""
     parser = Parser("expert-balance", __doc__ or "", usage="optimus expert-balance RUN [options]")
     parser.add_argument("run", type=Path, help=f"a run's folder, or its {FILE_NAME}")
@@ -32,27 +35,17 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--last-step", action="store_true", help="use the load of the last step, not of all")
     parser.add_argument("--out", type=Path, help="write the report as JSON")
     parser.add_argument("--write-placement", type=Path, help="write the balanced placement")
-    try:
-        args = parser.parse(argv)
-        path = args.run / FILE_NAME if args.run.is_dir() else args.run
-        found = report(path, args.ranks, last_step_only=args.last_step)
-        if args.out is not None:
-            write_text(args.out, json.dumps(report_to_dict(found), indent=1) + "\n")
-        if args.write_placement is not None:
-            write_text(args.write_placement, to_json([layer.placement for layer in found.layers]))
-    except ConfigError as error:
-        print_error(error)
-        return 2
+    args = parser.parse(argv)
+    path = args.run / FILE_NAME if args.run.is_dir() else args.run
+    found = report(path, args.ranks, last_step_only=args.last_step)
+    if args.out is not None:
+        with naming_write_errors(args.out):
+            args.out.write_text(json.dumps(report_to_dict(found), indent=1) + "\n")
+    if args.write_placement is not None:
+        with naming_write_errors(args.write_placement):
+            args.write_placement.write_text(to_json([layer.placement for layer in found.layers]))
     sys.stdout.write("\n".join(format_report(found)) + "\n")
     return 0
-
-
-def write_text(path: Path, text: str) -> None:
-    """Writes a file; raises ConfigError where that fails."""
-    try:
-        path.write_text(text)
-    except OSError as error:  # without a file name where the disk is full
-        raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def report_to_dict(found: BalanceReport) -> dict[str, object]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,27 +38,26 @@ from megatron.optimus.data.mixture import Mixture
 from megatron.optimus.data.order import sample_at
 from megatron.optimus.data.sources import read_sources
 from megatron.optimus.data.tokenize.tokenizer import Tokenizer, build_tokenizer
-from megatron.optimus.platform.log import counted, print_error, printable
+from megatron.optimus.platform.log import counted, printable, prints_errors
 
 _FEWEST_SAMPLES = 20  # of a bin of the picture, as far as the run has them
 
 
-def _parse(argv: list[str] | None) -> argparse.Namespace:
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser("inspect-data", __doc__ or "", usage="optimus inspect-data ACTION [options]")
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION", prog="optimus inspect-data")
     files = Parser(add_help=False)
     files.add_argument("prefixes", nargs="+", help="prefixes of .bin/.idx pairs, with or without .bin or .idx")
     text = Parser(add_help=False)
-    kinds = [t.value for t in TokenizerType]
-    text.add_argument("--tokenizer-type", choices=kinds, help="type of the tokenizer; default: as its file says")
+    text.add_enum("--tokenizer-type", members=TokenizerType, help="type of the tokenizer; default: as its file says")
     text.add_argument("--tokenizer-model", help="file or folder of the tokenizer; default: show token ids")
-    data = Parser(add_help=False)
+    splits = Parser(add_help=False)
+    splits.add_argument("--split", default="969,30,1", help="as in training; default: 969,30,1")
+    by = "as in config.yaml of the run; default: hash where all files are prepared for it, else position"
+    splits.add_enum("--split-by", members=SplitBy, default=SplitBy.AUTO, help=by)
+    data = Parser(add_help=False, parents=[splits])
     data.add_argument("--data-path", nargs="+", default=[], help="as in training")
     data.add_argument("--data-file-list", help="as in training")
-    data.add_argument("--split", default="969,30,1", help="as in training; default: 969,30,1")
-    choices = [one.value for one in SplitBy]
-    by = "as in config.yaml of the run; default: hash where all files are prepared for it, else position"
-    data.add_argument("--split-by", choices=choices, default=SplitBy.AUTO.value, help=by)
     data.add_argument("--seq-length", type=int, required=True, help="as in training")
     data.add_argument("--seed", type=int, default=1234, help="as in training; default: 1234")
 
@@ -69,15 +69,11 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     )
     check = actions.add_parser("check", parents=[files], help="check every entry of the index files and every token id")
     check.add_argument("--vocab-size", type=whole_number(), help="token ids must be below it")
-    same = actions.add_parser("duplicates", parents=[files], help="find documents that are in two splits")
-    same.add_argument("--split", default="969,30,1", help="as in training; default: 969,30,1")
-    same.add_argument("--split-by", choices=choices, default=SplitBy.AUTO.value, help=by)
+    same = actions.add_parser("duplicates", parents=[files, splits], help="find documents that are in two splits")
     same.add_argument("--anywhere", action="store_true", help="also find duplicates within a split")
     sample = actions.add_parser("sample", parents=[data, text], help="print a sample of a run")
     sample.add_argument("position", type=whole_number(0), help="number of the sample, from 0")
-    sample.add_argument(
-        "--packing", choices=[p.value for p in Packing], default=Packing.NONE.value, help="as in training"
-    )
+    sample.add_enum("--packing", members=Packing, default=Packing.NONE, help="as in training")
     blend = actions.add_parser("blend", parents=[data], help="print the samples and epochs of each corpus in a run")
     blend.add_argument("--samples", type=whole_number(), required=True, help="samples of the run")
     blend.add_argument("--picture", help="PNG of the proportions of two or more corpora, to write")
@@ -86,10 +82,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 def load_tokenizer(args: argparse.Namespace) -> Tokenizer | None:
     """Returns the tokenizer of the command line, or None."""
-    kind = TokenizerType(args.tokenizer_type) if args.tokenizer_type else None
-    if args.tokenizer_model is None and kind is not TokenizerType.BYTE:
+    if args.tokenizer_model is None and args.tokenizer_type is not TokenizerType.BYTE:
         return None
-    kind, guess = settle_tokenizer_type(kind, args.tokenizer_model)
+    kind, guess = settle_tokenizer_type(args.tokenizer_type, args.tokenizer_model)
     if guess:
         print(guess, file=sys.stderr)
     return build_tokenizer(kind, args.tokenizer_model)
@@ -152,9 +147,7 @@ def check_files(args: argparse.Namespace) -> None:
 def print_duplicates(args: argparse.Namespace) -> int:
     """Prints pairs of documents with the same tokens (action ``duplicates``); returns 1 if there are any."""
     count = 0
-    for found in find_duplicates(
-        args.prefixes, args.split, split_by=SplitBy(args.split_by), across_splits=not args.anywhere
-    ):
+    for found in find_duplicates(args.prefixes, args.split, split_by=args.split_by, across_splits=not args.anywhere):
         count += 1
         (a, i), (b, j) = found.first, found.second
         print(f"{a} document {i} ({found.splits[0]}) = {b} document {j} ({found.splits[1]})")
@@ -166,10 +159,10 @@ def open_training_data(args: argparse.Namespace) -> Mixture | InstanceSet:
     """Returns the training data of the command line: a blend, or one corpus."""
     sources = read_sources(DataConfig(data_path=args.data_path, data_file_list=args.data_file_list))
     files = TokenFiles(sources.prefixes, split=args.split)
-    split_by = split_of_files(files, SplitBy(args.split_by))
+    split_by = split_of_files(files, args.split_by)
     options: dict[str, Any] = {"split": args.split, "split_by": split_by, "files": files}
     if "packing" in args:
-        options["packing"] = args.packing == Packing.BEST_FIT.value
+        options["packing"] = args.packing is Packing.BEST_FIT
     if sources.is_blend:
         return Mixture(sources, args.seq_length, part=Split.TRAIN, seed=args.seed, **options)
     return InstanceSet(sources.prefixes, args.seq_length, **options)
@@ -245,7 +238,8 @@ def _largest_distance(data: Mixture, position: int, samples: int) -> np.ndarray:
     return np.take_along_axis(distances, np.abs(distances).argmax(axis=0)[None], axis=0)[0]
 
 
-def main(argv: list[str] | None = None) -> int:
+@prints_errors(DataError, ConfigError, IndexError)
+def main(argv: Sequence[str] | None = None) -> int:
     """Runs ``optimus inspect-data``; returns the exit code."""
     actions = {
         "stats": print_stats,
@@ -255,15 +249,10 @@ def main(argv: list[str] | None = None) -> int:
         "sample": print_sample,
         "blend": print_blend,
     }
+    args = _parse(argv)
+    if "prefixes" in args:
+        args.prefixes = list(dict.fromkeys(p.removesuffix(".bin").removesuffix(".idx") for p in args.prefixes))
     try:
-        args = _parse(argv)
-        if "prefixes" in args:
-            args.prefixes = list(dict.fromkeys(p.removesuffix(".bin").removesuffix(".idx") for p in args.prefixes))
         return actions[args.action](args) or 0
     except OSError as error:  # of a plot or a closed pipe; errors of data files are DataErrors
-        what = error.filename or "the output"
-        print_error(f"{what}: cannot be written: {error.strerror}")
-        return 2
-    except (DataError, ConfigError, IndexError) as error:
-        print_error(error)
-        return 2
+        raise ConfigError(f"{error.filename or 'the output'}: cannot be written: {error.strerror}") from error

@@ -29,7 +29,8 @@ from megatron.optimus.config.load import Parser, load, whole_number
 from megatron.optimus.config.schema import ConfigError
 from megatron.optimus.models.huggingface.config import take_from_hf
 from megatron.optimus.platform.exit_codes import NUMERIC_ERROR
-from megatron.optimus.platform.log import print_error, printable
+from megatron.optimus.platform.files import naming_write_errors
+from megatron.optimus.platform.log import print_error, printable, prints_errors
 from megatron.optimus.report import figure, plot
 from megatron.optimus.report.read import METRICS, read_run
 
@@ -52,6 +53,7 @@ class Suggestion:
     diverges: float | None  # from where on it is higher than at the start; None: nowhere
 
 
+@prints_errors(ConfigError)
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs ``optimus lr-find``; returns the exit code."""
     parser = Parser("lr-find", __doc__ or "")
@@ -59,22 +61,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--lr-to", type=_rate, default=1.0, metavar="NUMBER", help="rate of the last step [1]")
     ranks = "ranks on this machine, started by `optimus launch` [one process]"
     parser.add_argument("--nproc-per-node", type=whole_number(), metavar="N", help=ranks)
-    try:
-        args, options = parser.parse_known(argv)
-        if args.lr_from >= args.lr_to:
-            raise ConfigError(f"--lr-from={args.lr_from} must be below --lr-to={args.lr_to}")
-        run = load(options, "lr-find", parser.flags, take_from_hf)
-        given = run.config.training
-        steps = given.train_iters if given.train_iters != type(given)().train_iters else _STEPS
-        if steps < _FEWEST:
-            raise ConfigError(f"train_iters={steps} are too few for a curve; use {_FEWEST} or more, 100 is usual")
-        options += ["--train-iters", str(steps), "--train-samples", "none", *_OWN_OPTIONS]
-        options += ["--lr", str(args.lr_to), "--min-lr", str(args.lr_from)]
-        load(options, "lr-find", take_from_hf=take_from_hf)
-        return _find(options, Path(run.config.logging.run_dir), args)
-    except ConfigError as error:
-        print_error(error)
-        return 2
+    args, options = parser.parse_known(argv)
+    if args.lr_from >= args.lr_to:
+        raise ConfigError(f"--lr-from={args.lr_from} must be below --lr-to={args.lr_to}")
+    run = load(options, "lr-find", parser.flags, take_from_hf)
+    given = run.config.training
+    steps = given.train_iters if given.train_iters != type(given)().train_iters else _STEPS
+    if steps < _FEWEST:
+        raise ConfigError(f"train_iters={steps} are too few for a curve; use {_FEWEST} or more, 100 is usual")
+    options += ["--train-iters", str(steps), "--train-samples", "none", *_OWN_OPTIONS]
+    options += ["--lr", str(args.lr_to), "--min-lr", str(args.lr_from)]
+    load(options, "lr-find", take_from_hf=take_from_hf)
+    return _find(options, Path(run.config.logging.run_dir), args)
 
 
 def _rate(text: str) -> float:
@@ -89,7 +87,7 @@ def _rate(text: str) -> float:
 
 def _find(options: list[str], run_dir: Path, args: argparse.Namespace) -> int:
     """Runs the trial, prints the suggested rate, and writes lr_find.json, metrics.jsonl and the picture."""
-    try:
+    with naming_write_errors(f"run_dir={str(run_dir)!r}", "name another"):
         run_dir.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="lr-find-", dir=run_dir) as folder:
             code, was_stopped = run_trial([*options, "--run-dir", folder], Path(folder), args.nproc_per_node)
@@ -104,8 +102,6 @@ def _find(options: list[str], run_dir: Path, args: argparse.Namespace) -> int:
             shutil.copy(Path(folder) / METRICS, run_dir / METRICS)
         curve = {"rates": rates.tolist(), "losses": [one if math.isfinite(one) else None for one in losses.tolist()]}
         (run_dir / "lr_find.json").write_text(json.dumps(asdict(found) | curve) + "\n")
-    except OSError as error:
-        raise ConfigError(f"run_dir={str(run_dir)!r} cannot be written: {error.strerror}; name another") from error
     sys.stdout.write("\n".join(_lines(found, rates, losses)) + "\n")
     if figure.is_drawable():
         path = run_dir / "lr_find.png"

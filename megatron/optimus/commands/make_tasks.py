@@ -23,7 +23,8 @@ from megatron.optimus.data.index_reader import idx_path
 from megatron.optimus.data.tokenize.corpus import expand_inputs, read_documents
 from megatron.optimus.data.tokenize.identity import read_identity
 from megatron.optimus.inference.held_out import TASKS, held_out_documents, make_tasks
-from megatron.optimus.platform.log import print_error
+from megatron.optimus.platform.files import naming_write_errors
+from megatron.optimus.platform.log import prints_errors
 
 
 def _parser() -> Parser:
@@ -34,29 +35,23 @@ def _parser() -> Parser:
     parser.add_argument("--words", type=whole_number(4), default=48, help="words of a passage; default: 48")
     parser.add_argument("--seed", type=whole_number(0), default=1234, help="seed of the drawing; default: 1234")
     parser.add_argument("--json-key", default="text", help="key or column of the text; default: text")
-    parts = [Split.VALID.name.lower(), Split.TEST.name.lower()]
-    parser.add_argument("--part", choices=parts, default=parts[0], help="split of a pair to take; default: valid")
+    part = "split of a pair to take; default: valid"
+    parser.add_argument("--part", choices=("valid", "test"), default="valid", help=part)
     parser.add_argument("--split", default="969,30,1", help="as in training; default: 969,30,1")
     by = "as in training; default: hash where the pair is prepared for it, else position"
-    parser.add_argument("--split-by", choices=[one.value for one in SplitBy], default=SplitBy.AUTO.value, help=by)
-    kinds = [kind.value for kind in TokenizerType]
-    parser.add_argument("--tokenizer-type", choices=kinds, help="of a pair; default: as its file says")
+    parser.add_enum("--split-by", members=SplitBy, default=SplitBy.AUTO, help=by)
+    parser.add_enum("--tokenizer-type", members=TokenizerType, help="of a pair; default: as its file says")
     parser.add_argument("--tokenizer-model", help="file or folder of a pair's tokenizer; default: as the pair says")
     return parser
 
 
+@prints_errors(DataError, ConfigError)
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs ``optimus make-tasks``; returns the exit code."""
-    try:
-        args = _parser().parse(argv)
-        texts = _texts(args)
+    args = _parser().parse(argv)
+    texts = _texts(args)
+    with naming_write_errors(args.out):
         counts = make_tasks(texts, args.out, items=args.items, num_words=args.words, seed=args.seed)
-    except (DataError, ConfigError) as error:
-        print_error(error)
-        return 2
-    except OSError as error:
-        print_error(f"{error.filename or args.out}: cannot be written: {error.strerror}")
-        return 2
     print(", ".join(f"{task}: {count} questions" for task, count in counts.items()))
     print(f"optimus evaluate CHECKPOINT --tasks {','.join(TASKS)} --include-path {args.out}")
     return 0
@@ -67,9 +62,9 @@ def _texts(args: argparse.Namespace) -> Iterator[str]:
     if not idx_path(prefix).is_file():
         return read_documents(expand_inputs([args.input]), args.json_key)
     if args.tokenizer_model is None and args.tokenizer_type is None and (made_with := read_identity(prefix)):
-        args.tokenizer_type, args.tokenizer_model = made_with.type, made_with.model
+        args.tokenizer_type, args.tokenizer_model = TokenizerType(made_with.type), made_with.model
     tokenizer = load_tokenizer(args)
     if tokenizer is None:
         raise ConfigError(f"{prefix} does not say which tokenizer made it; name it with --tokenizer-model")
     part = Split[args.part.upper()]
-    return held_out_documents(prefix, tokenizer, args.split, part, SplitBy(args.split_by), args.seed)
+    return held_out_documents(prefix, tokenizer, args.split, part, args.split_by, args.seed)

@@ -35,14 +35,13 @@ def add_model_options(parser: Parser, batch_size: int = 8) -> None:
     parser.add_argument("--dtype", choices=tuple(_DTYPES), help="dtype of the weights; default: as trained or stored")
     text = "file or folder of the tokenizer; default: the checkpoint's"
     parser.add_argument("--tokenizer-model", "--tokenizer", metavar="PATH", help=text)
-    names = [kind.value for kind in TokenizerType]
-    parser.add_argument("--tokenizer-type", choices=names, help="default: the checkpoint's")
+    parser.add_enum("--tokenizer-type", members=TokenizerType, help="default: the checkpoint's")
     for kind in ("tensor", "expert"):
         text = f"ranks over which {'matrices' if kind == 'tensor' else 'experts'} are split; default: 1"
         parser.add_argument(f"--{kind}-model-parallel-size", type=whole_number(), default=1, help=text)
-    parser.add_argument("--device", choices=[one.value for one in Device], default="auto", help="default: auto")
-    backends = [one.value for one in DistributedBackend]
-    parser.add_argument("--distributed-backend", choices=backends, default="auto", help="default: auto")
+    parser.add_enum("--device", members=Device, default=Device.AUTO, help="default: auto")
+    backend = DistributedBackend.AUTO
+    parser.add_enum("--distributed-backend", members=DistributedBackend, default=backend, help="default: auto")
 
 
 def run_on_ranks(
@@ -79,7 +78,7 @@ def run_on_ranks(
     except RuntimeError as error:
         if (reason := process_groups.lost_peer_reason(error)) is None:
             raise
-        print_error(f"another rank has ended ({reason}); that rank or the launcher says why", f"error on rank {rank}")
+        print_error(reason, f"error on rank {rank}")
         return 1
     return 0
 
@@ -87,13 +86,13 @@ def run_on_ranks(
 @contextlib.contextmanager
 def _all_ranks(args: argparse.Namespace, launch: RankEnvironment) -> Iterator[Ranks]:
     """Joins the process group, unless this process is alone; yields the ranks and leaves the group at the end."""
-    device = devices.device_for_rank(Device(args.device), launch.local_rank)
+    device = devices.device_for_rank(args.device, launch.local_rank)
     devices.set_device(device)
     devices.set_cpu_threads(launch)
     if launch.world_size == 1:
         yield Ranks(None, device)
         return
-    process_groups.init(launch, device, DistributedBackend(args.distributed_backend), timedelta(minutes=10))
+    process_groups.init(launch, device, args.distributed_backend, timedelta(minutes=10))
     try:
         yield Ranks(None, device)
     except BaseException:
@@ -107,8 +106,8 @@ def load_model(args: argparse.Namespace, launch: RankEnvironment, ranks: Ranks) 
     parallel = ParallelConfig(
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         expert_model_parallel_size=args.expert_model_parallel_size,
-        device=Device(args.device),
-        distributed_backend=DistributedBackend(args.distributed_backend),
+        device=args.device,
+        distributed_backend=args.distributed_backend,
     )
     return load_text_model(
         args.checkpoint,
@@ -116,6 +115,6 @@ def load_model(args: argparse.Namespace, launch: RankEnvironment, ranks: Ranks) 
         ranks,
         local_world_size=launch.local_world_size,
         dtype=_DTYPES.get(args.dtype),
-        tokenizer_type=None if args.tokenizer_type is None else TokenizerType(args.tokenizer_type),
+        tokenizer_type=args.tokenizer_type,
         tokenizer_model=None if args.tokenizer_model is None else str(local_folder(args.tokenizer_model)),
     )

@@ -38,12 +38,14 @@ from megatron.optimus.planner.reliability import SIZES, effective_time
 from megatron.optimus.planner.report import plan_json, plan_text, search_text
 from megatron.optimus.planner.search import SearchResult, search
 from megatron.optimus.planner.weak_scaling import PAPER, panel, table, weak_scaling, with_paper_settings
-from megatron.optimus.platform.log import print_error
+from megatron.optimus.platform.files import naming_write_errors
+from megatron.optimus.platform.log import prints_errors
 from megatron.optimus.report import figure
 
 MAX_RANKS = 1_000_000
 
 
+@prints_errors(ConfigError)
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs ``optimus plan`` on ``argv``, or on the options of this process. SystemExit with code 0 after ``--help``.
 
@@ -52,25 +54,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         2 after a line that begins with "error:", and for a refused layout where the search finds none.
     """
     parser = _parser()
-    try:
-        args, run_words = parser.parse_known(argv)
-        if args.measure is not None:
-            return measure_machine(args.measure)
-        run = load(run_words, "plan", other_flags=parser.flags, take_from_hf=take_from_hf)
-        machine = machine_named(args.system or "h200")
-        if args.weak_scaling is not None:
-            return write_weak_scaling(run.config, machine_named(args.system or "aurora"), args.weak_scaling)
-        if args.effective_time is not None and args.mtbf_hours is None:
-            raise ConfigError(f"--effective-time={args.effective_time} needs --mtbf-hours: how often a node fails")
-        world_size = _num_ranks(args, machine)
-        if args.mtbf_hours is not None:
-            return write_effective_time(run.config, machine, args, world_size)
-        if args.check_build:
-            return check_build(run_words, world_size, as_json_object=args.json)
-        return print_plan(run, world_size, machine, args)
-    except ConfigError as error:
-        print_error(error)
-        return 2
+    args, run_words = parser.parse_known(argv)
+    if args.measure is not None:
+        return measure_machine(args.measure)
+    run = load(run_words, "plan", other_flags=parser.flags, take_from_hf=take_from_hf)
+    machine = machine_named(args.system or "h200")
+    if args.weak_scaling is not None:
+        return write_weak_scaling(run.config, machine_named(args.system or "aurora"), args.weak_scaling)
+    if args.effective_time is not None and args.mtbf_hours is None:
+        raise ConfigError(f"--effective-time={args.effective_time} needs --mtbf-hours: how often a node fails")
+    world_size = _num_ranks(args, machine)
+    if args.mtbf_hours is not None:
+        return write_effective_time(run.config, machine, args, world_size)
+    if args.check_build:
+        return check_build(run_words, world_size, as_json_object=args.json)
+    return print_plan(run, world_size, machine, args)
 
 
 def _parser() -> Parser:
@@ -184,10 +182,8 @@ def write_weak_scaling(config: RunConfig, machine: Machine, out: Path) -> int:
 
 def _write_table(option: str, out: Path, text: str, picture: figure.Panel) -> None:
     """Writes OUT.md and OUT.png. Raises ConfigError, also without matplotlib."""
-    try:
+    with naming_write_errors(f"{option}={out}: {out}.md"):
         Path(f"{out}.md").write_text(text)
-    except OSError as error:
-        raise ConfigError(f"{option}={out}: cannot write {error.filename or out}: {error.strerror}") from error
     try:
         figure.draw(Path(f"{out}.png"), [picture])
     except ConfigError as error:
@@ -221,10 +217,8 @@ def measure_machine(out: Path) -> int:
     if not out.absolute().parent.is_dir():
         raise ConfigError(f"--measure={out}: no folder {out.absolute().parent}")
     text = measure.measured_yaml(lambda line: sys.stdout.write(f"{line}\n"))
-    try:
+    with naming_write_errors(f"--measure={out}"):
         out.write_text(text)
-    except OSError as error:
-        raise ConfigError(f"--measure={out}: {error.strerror}") from error
     sys.stdout.write(f"written: optimus plan --system {out} ...\n")
     return 0
 

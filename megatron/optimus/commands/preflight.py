@@ -38,7 +38,7 @@ from megatron.optimus.config.schema import ConfigError, RunConfig
 from megatron.optimus.planner.reliability import checkpoint_bytes
 from megatron.optimus.platform import environment, files
 from megatron.optimus.platform.exit_codes import STALLED
-from megatron.optimus.platform.log import print_error, printable
+from megatron.optimus.platform.log import printable, prints_errors
 from megatron.optimus.version import __version__
 
 MODULE = "megatron.optimus.commands.preflight"
@@ -52,22 +52,19 @@ SLOWEST = {"bfloat16_tflops": 1.1, "float32_tflops": 1.1, "memory_gb_s": 1.1, "t
 Finding = tuple[int, str]  # rank, -1 for none of them; what was found
 
 
+@prints_errors(ConfigError)
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs ``optimus preflight``: as one rank where a launcher has started this process, else starts the ranks."""
     parser = Parser("preflight", __doc__ or "")
     parser.add_argument("--nproc-per-node", type=whole_number(), metavar="N", default=1, help="ranks to start here [1]")
-    try:
-        args, words = parser.parse_known(argv)
-        launch = environment.detect()
-        config = load(words, "preflight", other_flags=parser.flags).config
-        if launch.launcher is environment.Launcher.ALONE and args.nproc_per_node > 1:
-            from megatron.optimus.launcher.agent import run_local_ranks
+    args, words = parser.parse_known(argv)
+    launch = environment.detect()
+    config = load(words, "preflight", other_flags=parser.flags).config
+    if launch.launcher is environment.Launcher.ALONE and args.nproc_per_node > 1:
+        from megatron.optimus.launcher.agent import run_local_ranks
 
-            return run_local_ranks([sys.executable, "-m", MODULE, *words], args.nproc_per_node)
-        return run_rank(config, launch)
-    except ConfigError as error:
-        print_error(error)
-        return 2
+        return run_local_ranks([sys.executable, "-m", MODULE, *words], args.nproc_per_node)
+    return run_rank(config, launch)
 
 
 def run_rank(config: RunConfig, launch: environment.RankEnvironment) -> int:
@@ -97,7 +94,7 @@ def run_rank(config: RunConfig, launch: environment.RankEnvironment) -> int:
     problems: list[str] = []
     checks = [partial(check, device) for check in (check_products, check_memory, check_bandwidth)]
     if launch.local_rank == 0:
-        checks.append(partial(check_folder, folder_of(config)))
+        checks.append(partial(check_folder, config.checkpoint_folder))
     for check in checks:
         try:
             figures |= check()
@@ -217,14 +214,9 @@ def check_folder(folder: Path) -> dict[str, float]:
             path.unlink()
 
 
-def folder_of(config: RunConfig) -> Path:
-    """Returns the folder to which the run will save its checkpoints."""
-    return Path(config.checkpoint.save or Path(config.logging.run_dir) / "checkpoints")
-
-
 def check_space(config: RunConfig) -> list[str]:
     """Compares the folder's free space with what the run's checkpoints will take; returns the problem, if any."""
-    options, folder = config.checkpoint, folder_of(config)
+    options, folder = config.checkpoint, config.checkpoint_folder
     place = next(one for one in (folder.absolute(), *folder.absolute().parents) if one.is_dir())
     full, model = checkpoint_bytes(config)
     steps = last_step(config.training)

@@ -19,6 +19,7 @@ import os
 import shlex
 import signal
 import sys
+from collections.abc import Sequence
 
 from megatron.optimus.config.load import Parser, whole_number
 from megatron.optimus.config.schema import ConfigError, SplitBy, TokenizerType
@@ -28,7 +29,7 @@ from megatron.optimus.data.tokenize.corpus import MAX_LINE_BYTES
 from megatron.optimus.data.tokenize.preprocess import PreprocessReport, log_progress, preprocess
 from megatron.optimus.platform import environment
 from megatron.optimus.platform.hub import local_folder
-from megatron.optimus.platform.log import counted, print_error
+from megatron.optimus.platform.log import counted, print_error, prints_errors
 from megatron.optimus.platform.progress import Progress, StderrHandler
 
 logger = logging.getLogger("optimus")
@@ -37,7 +38,7 @@ _JUDGED_FILES = 8  # that are looked at for their order
 _SHOWN_PREFIXES = 8  # in the line for the next command
 
 
-def _parse(argv: list[str] | None) -> argparse.Namespace:
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser("preprocess", __doc__ or "")
     parser.add_argument(
         "--input", nargs="+", required=True, help="files, globs or folders: .jsonl, .parquet, .txt; .gz, .zst"
@@ -51,11 +52,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         default=["text"],
         help="keys to tokenize, each into its own pair of files; default: text",
     )
-    parser.add_argument(
-        "--tokenizer-type",
-        choices=[t.value for t in TokenizerType],
-        help="type of the tokenizer; default: as its file says",
-    )
+    parser.add_enum("--tokenizer-type", members=TokenizerType, help="type of the tokenizer; default: as its file says")
     parser.add_argument("--tokenizer-model", help="file or folder of the tokenizer")
     parser.add_argument(
         "--parse-special-tokens",
@@ -69,10 +66,10 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--skip-malformed", action="store_true", help="skip malformed lines and count them")
     parser.add_argument("--partitions", type=int, help="number of parts of the input; default: parts of 1 GiB")
     parser.add_argument("--per-file", action="store_true", help="write <prefix>/<file>_<key>_document for each file")
-    parser.add_argument(
+    parser.add_enum(
         "--split-by",
-        choices=[SplitBy.HASH.value, SplitBy.POSITION.value],
-        default=SplitBy.HASH.value,
+        members=(SplitBy.HASH, SplitBy.POSITION),
+        default=SplitBy.HASH,
         help="hash: shuffle documents and prepare splits by the hash of their text; position: keep the order of the "
         "input; default: hash",
     )
@@ -105,17 +102,13 @@ def progress_text(report: PreprocessReport) -> str:
     return f"{report.documents} documents, {speed}{skipped}"
 
 
-def main(argv: list[str] | None = None) -> int:
+@prints_errors(ConfigError)
+def main(argv: Sequence[str] | None = None) -> int:
     """Runs ``optimus preprocess``; returns the exit code, 130 after an interrupt."""
-    try:
-        args = _parse(argv)
-    except ConfigError as error:
-        print_error(error)
-        return 2
+    args = _parse(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", handlers=[StderrHandler()])
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
-    )  # an exception, so that temporary files are deleted
+    # SIGTERM is an exception, so that temporary files are deleted.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     if not args.append_eod:
         logger.warning("without --append-eod the model does not see where a document ends")
     try:
@@ -124,7 +117,7 @@ def main(argv: list[str] | None = None) -> int:
             report = preprocess(
                 args.input,
                 args.output_prefix,
-                tokenizer_type=TokenizerType(args.tokenizer_type) if args.tokenizer_type else None,
+                tokenizer_type=args.tokenizer_type,
                 tokenizer_model=None if args.tokenizer_model is None else str(local_folder(args.tokenizer_model)),
                 json_keys=args.json_keys,
                 append_eod=args.append_eod,
@@ -133,7 +126,7 @@ def main(argv: list[str] | None = None) -> int:
                 log_interval=args.log_interval,
                 partitions=args.partitions,
                 per_file=args.per_file,
-                split_by=SplitBy(args.split_by),
+                split_by=args.split_by,
                 shuffle=args.shuffle,
                 seed=args.seed,
                 rank=rank,
@@ -157,7 +150,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if report.empty_documents:
         logger.warning("%d documents have no tokens", report.empty_documents)
-    if args.split_by == SplitBy.POSITION.value and not args.shuffle:
+    if args.split_by is SplitBy.POSITION and not args.shuffle:
         for prefix in list(report.tokens)[:_JUDGED_FILES]:
             if is_ordered(prefix):
                 logger.warning(

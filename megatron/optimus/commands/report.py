@@ -17,22 +17,19 @@ from pathlib import Path
 
 from megatron.optimus.config.load import Parser
 from megatron.optimus.config.schema import ConfigError
-from megatron.optimus.platform.log import print_error, printable
+from megatron.optimus.platform.log import print_error, printable, prints_errors
 from megatron.optimus.report.page import FILE_NAME, write_report
 
 
+@prints_errors(ConfigError)
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs ``optimus report``; returns the exit code."""
     parser = Parser("report", __doc__ or "", usage="optimus report RUN [RUN ...] [--out FILE]")
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folder of a run")
     parser.add_argument("--out", type=Path, help=f"the page; default: {FILE_NAME} in the run's folder, or here")
-    try:
-        options = parser.parse(argv)
-        out = options.out or (options.runs[0] / FILE_NAME if len(options.runs) == 1 else Path(FILE_NAME))
-        for note in write_report(options.runs, out):
-            print_error(note, "note")
-    except ConfigError as error:
-        print_error(error)
-        return 2
+    options = parser.parse(argv)
+    out = options.out or (options.runs[0] / FILE_NAME if len(options.runs) == 1 else Path(FILE_NAME))
+    for note in write_report(options.runs, out):
+        print_error(note, "note")
     print(printable(out))
     return 0

@@ -30,8 +30,8 @@ from megatron.optimus.config.options import OPTIONS, did_you_mean, parse, parse_
 from megatron.optimus.config.schema import ConfigError
 from megatron.optimus.models.huggingface.config import take_from_hf
 from megatron.optimus.platform.exit_codes import NUMERIC_ERROR
-from megatron.optimus.platform.files import write_atomically
-from megatron.optimus.platform.log import print_error, printable
+from megatron.optimus.platform.files import naming_write_errors, write_atomically
+from megatron.optimus.platform.log import printable, prints_errors
 from megatron.optimus.report import sweep as report
 
 _OUTCOME = report.OUTCOME
@@ -50,31 +50,28 @@ class Trial:
     options: list[str]
 
 
+@prints_errors(ConfigError)
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs ``optimus sweep``; returns the exit code."""
-    try:
-        words = list(sys.argv[1:] if argv is None else argv)
-        end = words.index("--") if "--" in words else len(words)
-        own, options = words[:end], words[end + 1 :]
-        args = _parser().parse(own)
-        trials = _trials(args.vary, args.run_dir, options)
-        if args.print_array is not None:
-            sys.stdout.write(_array_script(args.print_array, own, options, len(trials)))
-            return 0
-        if args.index is not None and args.index >= len(trials):
-            raise ConfigError(f"--index={args.index} is not one of the {len(trials)} runs; use 0 to {len(trials) - 1}")
-        for trial in trials if args.index is None else [trials[args.index]]:
-            code = 0 if args.show else _run(trial, args.nproc_per_node, keeps=args.keep_checkpoints)
-            if code:
-                return code
-        if args.index is None:
-            rows = [report.read_row(trial.folder, trial.values) for trial in trials]
-            sys.stdout.write("\n".join(printable(line) for line in report.table(rows)) + "\n")
-            for path in report.write(args.run_dir, rows):
-                sys.stdout.write(f"written: {printable(path)}\n")
-    except ConfigError as error:
-        print_error(error)
-        return 2
+    words = list(sys.argv[1:] if argv is None else argv)
+    end = words.index("--") if "--" in words else len(words)
+    own, options = words[:end], words[end + 1 :]
+    args = _parser().parse(own)
+    trials = _trials(args.vary, args.run_dir, options)
+    if args.print_array is not None:
+        sys.stdout.write(_array_script(args.print_array, own, options, len(trials)))
+        return 0
+    if args.index is not None and args.index >= len(trials):
+        raise ConfigError(f"--index={args.index} is not one of the {len(trials)} runs; use 0 to {len(trials) - 1}")
+    for trial in trials if args.index is None else [trials[args.index]]:
+        code = 0 if args.show else _run(trial, args.nproc_per_node, keeps=args.keep_checkpoints)
+        if code:
+            return code
+    if args.index is None:
+        rows = [report.read_row(trial.folder, trial.values) for trial in trials]
+        sys.stdout.write("\n".join(printable(line) for line in report.table(rows)) + "\n")
+        for path in report.write(args.run_dir, rows):
+            sys.stdout.write(f"written: {printable(path)}\n")
     return 0
 
 
@@ -159,11 +156,9 @@ def _run(trial: Trial, num_ranks: int | None, *, keeps: bool) -> int:
 
 
 def _note(folder: Path, outcome: report.RunOutcome) -> None:
-    try:
+    with naming_write_errors(folder, "name another --run-dir"):
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / _OUTCOME, json.dumps(outcome.__dict__) + "\n")
-    except OSError as error:
-        raise ConfigError(f"{folder} cannot be written: {error.strerror}; name another --run-dir") from error
 
 
 def _array_script(scheduler: str, own: Sequence[str], options: Sequence[str], count: int) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from megatron.optimus.config.load import Parser, whole_number
 from megatron.optimus.config.schema import ConfigError, TokenizerType
@@ -20,11 +20,13 @@ from megatron.optimus.config.tokenizer_files import definition_file
 from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.tokenize.corpus import MAX_LINE_BYTES, expand_inputs, read_documents
 from megatron.optimus.data.tokenize.tokenizer import build_tokenizer, train_bpe
-from megatron.optimus.platform.log import print_error
+from megatron.optimus.platform.log import prints_errors
 from megatron.optimus.platform.progress import Progress, StderrHandler
 
 
-def main(argv: list[str] | None = None) -> int:
+@prints_errors(ConfigError)
+@prints_errors(DataError, code=1)
+def main(argv: Sequence[str] | None = None) -> int:
     """Runs ``optimus train-tokenizer``; returns the exit code."""
     parser = Parser("train-tokenizer", __doc__ or "")
     parser.add_argument("--input", nargs="+", required=True, help="JSON-lines files or globs; .gz and .zst too")
@@ -44,20 +46,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--skip-malformed", action="store_true", help="skip malformed lines and count them")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", handlers=[StderrHandler()])
     started = time.monotonic()
-    try:
-        args = parser.parse(argv)
-        if not args.overwrite and (file := definition_file(TokenizerType.HF, args.output)) is not None:
-            raise DataError(f"{file}: is there already; add --overwrite to replace it, or name another --output")
-        with Progress("train-tokenizer") as progress:
-            texts = _texts(args, progress)
-            train_bpe(texts, args.vocab_size, args.output, args.special_tokens)
-        tokenizer = build_tokenizer(TokenizerType.HF, args.output)
-    except ConfigError as error:
-        print_error(error)
-        return 2
-    except DataError as error:
-        print_error(error)
-        return 1
+    args = parser.parse(argv)
+    if not args.overwrite and (file := definition_file(TokenizerType.HF, args.output)) is not None:
+        raise DataError(f"{file}: is there already; add --overwrite to replace it, or name another --output")
+    with Progress("train-tokenizer") as progress:
+        texts = _texts(args, progress)
+        train_bpe(texts, args.vocab_size, args.output, args.special_tokens)
+    tokenizer = build_tokenizer(TokenizerType.HF, args.output)
     seconds = time.monotonic() - started
     print(f"{args.output}: {tokenizer.vocab_size} tokens, end of document {tokenizer.eod_id}, {seconds:.1f} s")
     return 0

@@ -9,8 +9,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.optimus.config.schema import ConfigError
 from megatron.optimus.platform import environment, parent_death
+from megatron.optimus.platform.files import naming_write_errors
 from megatron.optimus.platform.signals import StopRequest
 
 LOG = "output.txt"  # what the process printed, in the run's folder
@@ -33,11 +33,9 @@ def run_trial(options: Sequence[str], folder: Path, num_ranks: int | None) -> tu
     ranks = ["launch", "--nproc-per-node", str(num_ranks)] if num_ranks else ["pretrain"]
     command = [sys.executable, "-m", "megatron.optimus", *ranks, *options]
     variables = environment.current() | environment.import_path()
-    try:
+    with naming_write_errors(folder, "name another --run-dir"):
         folder.mkdir(parents=True, exist_ok=True)
         log = (folder / LOG).open("ab")
-    except OSError as error:
-        raise ConfigError(f"{folder} cannot be written: {error.strerror}; name another --run-dir") from error
     before_exec = parent_death.signal_setter(signal.SIGTERM)
     with log, StopRequest() as stop:
         process = subprocess.Popen(

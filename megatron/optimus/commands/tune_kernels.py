@@ -24,9 +24,11 @@ from megatron.optimus.ops.triton import tile_cache, tiles
 from megatron.optimus.ops.triton.tiles import Problem
 from megatron.optimus.platform import device as devices
 from megatron.optimus.platform import environment
-from megatron.optimus.platform.log import print_error
+from megatron.optimus.platform.files import naming_write_errors
+from megatron.optimus.platform.log import prints_errors
 
 
+@prints_errors(ConfigError, ops.BackendUnavailableError)
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs ``optimus tune-kernels``; returns the exit code."""
     parser = Parser("tune-kernels", __doc__ or "")
@@ -37,15 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--explain", action="store_true", help="print every candidate with its time, or why it was not timed"
     )
     add_run_options(parser)
-    try:
-        args = parser.parse(argv)
-        tune(read_run(args, take_from_hf).config, args.tokens, again=args.again, explain=args.explain)
-    except (ConfigError, ops.BackendUnavailableError) as error:
-        print_error(error)
-        return 2
-    except OSError as error:
-        sys.stderr.write(f"error: {environment.tiles_file()}: {error.strerror}; name another file in OPTIMUS_TILES\n")
-        return 2
+    args = parser.parse(argv)
+    config = read_run(args, take_from_hf).config
+    with naming_write_errors(environment.tiles_file(), "name another file in OPTIMUS_TILES"):
+        tune(config, args.tokens, again=args.again, explain=args.explain)
     return 0
 
 

@@ -26,12 +26,14 @@ from megatron.optimus.checkpoint.values import warnings_of
 from megatron.optimus.checkpoint.verify import compare, find_damage
 from megatron.optimus.config.load import Parser, whole_number
 from megatron.optimus.config.schema import ConfigError
-from megatron.optimus.platform.log import print_error, printable
+from megatron.optimus.platform.log import printable, prints_errors
 from megatron.optimus.platform.progress import Progress
 
 _OF_THE_MODEL = ("weight", "master", "buffer")  # kinds without which a checkpoint is of another model
 
 
+@prints_errors(ConfigError)
+@prints_errors(CheckpointError, code=1)
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs ``optimus verify``; returns the exit code."""
     parser = Parser("verify", __doc__ or "", usage="optimus verify PATH [options]")
@@ -46,20 +48,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--jobs", type=whole_number(), default=min(8, os.cpu_count() or 1), help="files to read at a time"
     )
-    try:
-        options = parser.parse(argv)
-        for path in filter(None, (options.path, options.compare)):
-            if not path.exists():
-                raise ConfigError(f"{path}: no such file or folder")
-        if options.compare is not None:
-            return _compare(resolve(options.path), resolve(options.compare), options.jobs)
-        return max([_verify(path, options.jobs, options.list) for path in _checkpoints(options.path)])
-    except ConfigError as error:
-        print_error(error)
-        return 2
-    except CheckpointError as error:
-        print_error(error)
-        return 1
+    options = parser.parse(argv)
+    for path in filter(None, (options.path, options.compare)):
+        if not path.exists():
+            raise ConfigError(f"{path}: no such file or folder")
+    if options.compare is not None:
+        return _compare(resolve(options.path), resolve(options.compare), options.jobs)
+    return max([_verify(path, options.jobs, options.list) for path in _checkpoints(options.path)])
 
 
 def _checkpoints(path: Path) -> list[Path]:

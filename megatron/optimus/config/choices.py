@@ -193,6 +193,11 @@ class OptimizerStateDtype(str, Enum):
     BF16 = "bf16"
     INT8 = "int8"  # with a scale for every 256 elements
 
+    @property
+    def element_bytes(self) -> float:
+        """Bytes of an element, its part of the scale included."""
+        return {"fp32": 4, "bf16": 2, "int8": 1 + 4 / 256}[self.value]
+
 
 class MuonLRAdjustment(str, Enum):
     """Values of ``muon_adjust_lr_fn``: how the rate of a matrix depends on its shape."""

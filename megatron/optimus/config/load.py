@@ -112,6 +112,14 @@ class Parser(argparse.ArgumentParser):
             raise ConfigError(f"{match[1]}={match[2]} is not one of {match[3]}")
         raise ConfigError(_WRONG_VALUE.sub(r"\1=\2", message).removeprefix("argument "))
 
+    def add_enum(self, *flags: str, members: Iterable[Enum], **options: Any) -> None:
+        """Adds an option with one of these members of an enumeration, which a user names by its value."""
+        of_value = {member.value: member for member in members}
+        value = one_of_names(list(of_value))
+        self.add_argument(
+            *flags, type=lambda text: of_value[value(text)], metavar="{" + ",".join(of_value) + "}", **options
+        )
+
     def parse(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
         """Parses the command line. Raises ConfigError; SystemExit with code 0 after ``--help``."""
         args, rest = self.parse_known(argv)

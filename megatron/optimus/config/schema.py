@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 
 from megatron.optimus.config.choices import (
     ContextCommunication,
@@ -741,3 +742,8 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+
+    @property
+    def checkpoint_folder(self) -> Path:
+        """The folder to which the run saves its checkpoints."""
+        return Path(self.checkpoint.save or Path(self.logging.run_dir) / "checkpoints")

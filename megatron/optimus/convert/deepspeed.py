@@ -50,7 +50,7 @@ from megatron.optimus.convert.formats import (
 )
 from megatron.optimus.convert.hf import hf_tensors
 from megatron.optimus.convert.megatron_map import EMBEDDINGS, megatron_tensors
-from megatron.optimus.convert.sidecar import describe, write_sidecar
+from megatron.optimus.convert.sidecar import count_of, describe, write_sidecar
 from megatron.optimus.convert.tensor_map import ForeignTensor, rows_of
 from megatron.optimus.convert.torch_files import ScratchFile, read_torch, write_torch
 from megatron.optimus.models.parameters import parameter_shapes
@@ -182,8 +182,8 @@ class ZeroSource(ForeignSource):
             folder,
             "zero",
             about.run,
-            step=_count(header.get("global_steps")),
-            consumed_samples=_count(header.get("consumed_samples", header.get("global_samples"))),
+            step=count_of(header.get("global_steps")),
+            consumed_samples=count_of(header.get("consumed_samples", header.get("global_samples"))),
             token_ids=about.token_ids,
             generation=about.generation,
         )
@@ -202,7 +202,7 @@ class ZeroSource(ForeignSource):
         tensors = _recognise_names(folder, found[WEIGHT], self.model)
         check_names(folder, set(weights), {tensor.key for tensor in tensors})
         if owners:
-            world = _count(header.get("dp_world_size")) or len(owners)
+            world = count_of(header.get("dp_world_size")) or len(owners)
             self._read_owners(owners, world)
             states = {name: TensorInfo(torch.float32, one.shape) for name, one in self._fragments.items()}
             found |= dict.fromkeys((MASTER, *MOMENTS), states)
@@ -356,10 +356,6 @@ def _refuse_other_layouts(folder: Path, files: list[str]) -> None:
         raise CheckpointError(f"{folder}: {reason}")
 
 
-def _count(value: Any) -> int:
-    return value if type(value) is int and value >= 0 else 0
-
-
 # ---- universal
 
 
@@ -379,14 +375,12 @@ class UniversalSource(ForeignSource):
             header = read_torch(folder / "mp_rank_00_model_states.pt")
             if not isinstance(header, dict):
                 raise CheckpointError(f"{folder}/mp_rank_00_model_states.pt: is a {type(header).__name__}, not a dict")
-        numbers = {name: header.get(name) for name in ("iteration", "global_steps", "consumed_samples")}
-        counts = {name: value for name, value in numbers.items() if type(value) is int and value >= 0}
         super().__init__(
             folder,
             "universal",
             about.run,
-            step=about.step or counts.get("global_steps") or counts.get("iteration", 0),
-            consumed_samples=about.consumed_samples or counts.get("consumed_samples", 0),
+            step=about.step or count_of(header.get("global_steps")) or count_of(header.get("iteration")),
+            consumed_samples=about.consumed_samples or count_of(header.get("consumed_samples")),
             token_ids=about.token_ids,
             generation=about.generation,
         )

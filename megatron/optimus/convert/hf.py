@@ -9,6 +9,7 @@ import logging
 import re
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -86,7 +87,7 @@ class HFSource(ForeignSource):
         ids = token_ids_of(config)
         super().__init__(path, "hf", run, token_ids=ids, generation=generation, tokenizer=tokenizer)
         self._weights = _Weights(path)
-        found = {name: TensorInfo(*self._weights.describe(name)) for name in self._weights.names}
+        found = self._weights.infos()
         if not run.model.untie_embeddings_and_output_weights and "lm_head.weight" in found:
             # Some writers store the tied weight twice; the second must be the first.
             if not torch.equal(self.fetch("lm_head.weight", WEIGHT), self.fetch("model.embed_tokens.weight", WEIGHT)):
@@ -142,36 +143,13 @@ def _destination(source: Source, options: Options) -> Destination:
 # ---- weights
 
 
-class _SafetensorsFile:
-    """An open safetensors file of any writer. Tensors are memory-mapped, so only what is touched is read."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        if path.exists() and not path.is_file():  # opening a pipe would not return
-            raise CheckpointError(f"{path}: not a regular file")
-        try:
-            self._file = safe_open(str(path), framework="pt", device="cpu")
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path}: header is damaged: {error}; copy the file again") from error
-        self.keys = frozenset(self._file.keys())
-
-    def describe(self, key: str) -> tuple[str, tuple[int, ...]]:
-        """(dtype name, shape) of a tensor, from the header alone."""
-        view = self._file.get_slice(key)
-        return view.get_dtype(), tuple(view.get_shape())
-
-    def read(self, key: str) -> torch.Tensor:
-        try:
-            return self._file.get_tensor(key)
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{self.path}: tensor {key}: cannot be read: {error}; copy the file again") from error
-
-
 class _Weights:
-    """The weights of a Hugging Face folder: ``model.safetensors``, or the files that its index names."""
+    """The weights of a Hugging Face folder: ``model.safetensors``, or the files that its index names.
+
+    Tensors are memory-mapped, so only what is touched is read.
+    """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
         if (path / _INDEX).exists():
             weight_map = read_json(path / _INDEX).get("weight_map")
             if not isinstance(weight_map, dict) or not weight_map:
@@ -184,28 +162,37 @@ class _Weights:
                 f"{path}: has neither {_WEIGHTS} nor {_INDEX}; weights in pickle files (.bin, .pt) are not read, "
                 "save them with save_pretrained(..., safe_serialization=True) first"
             )
-        self._files: dict[str, _SafetensorsFile] = {}
         for file in files:
             if not isinstance(file, str) or not _SHARD_NAME.fullmatch(file):
                 raise CheckpointError(f"{path / _INDEX}: {file!r} is not the plain name of a .safetensors file")
+        self._files: dict[str, tuple[Path, Any]] = {}  # of each tensor: the file, and what safe_open made of it
         for file in dict.fromkeys(files):
-            opened = _SafetensorsFile(path / file)
-            for key in sorted(opened.keys):
+            opened = _open_safetensors(path / file)
+            for key in sorted(opened.keys()):
                 if key in self._files:
-                    raise CheckpointError(f"{path}: tensor {key} is both in {self._files[key].path.name} and {file}")
-                self._files[key] = opened
+                    raise CheckpointError(f"{path}: tensor {key} is both in {self._files[key][0].name} and {file}")
+                self._files[key] = path / file, opened
 
-    @property
-    def names(self) -> set[str]:
-        return set(self._files)
-
-    def describe(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
-        """(dtype, shape) of a tensor, from the header."""
-        dtype, shape = self._files[name].describe(name)
-        return torch_dtype(dtype), shape
+    def infos(self) -> dict[str, TensorInfo]:
+        """Dtype and shape of every tensor, from the headers."""
+        views = {name: file.get_slice(name) for name, (_, file) in self._files.items()}
+        return {name: TensorInfo(torch_dtype(one.get_dtype()), tuple(one.get_shape())) for name, one in views.items()}
 
     def read(self, name: str) -> torch.Tensor:
-        return self._files[name].read(name)
+        path, file = self._files[name]
+        try:
+            return file.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path}: tensor {name}: cannot be read: {error}; copy the file again") from error
+
+
+def _open_safetensors(path: Path) -> Any:
+    if path.exists() and not path.is_file():  # opening a pipe would not return
+        raise CheckpointError(f"{path}: not a regular file")
+    try:
+        return safe_open(str(path), framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path}: header is damaged: {error}; copy the file again") from error
 
 
 def _file_of(number: int, groups: list[list[WriteItem]]) -> str:

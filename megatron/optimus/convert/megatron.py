@@ -41,7 +41,7 @@ from megatron.optimus.convert.megatron_map import (
     megatron_tensors,
     padded_vocabulary,
 )
-from megatron.optimus.convert.sidecar import Description, read_model_config, read_sidecar, write_sidecar
+from megatron.optimus.convert.sidecar import Description, count_of, read_model_config, read_sidecar, write_sidecar
 from megatron.optimus.convert.tensor_map import ForeignTensor
 from megatron.optimus.convert.torch_files import ScratchFile, read_torch, write_torch
 from megatron.optimus.platform.files import sync_directory, write_new
@@ -287,8 +287,7 @@ def _describe(file: Path, first: dict[str, Any], model_config: Path | None) -> D
         model = model_from_arguments(values)
     except ConfigError as error:
         raise CheckpointError(f"{file}: args: {error}") from error
-    samples = values.get("consumed_train_samples")
-    return Description(RunConfig(model=model), 0, samples if type(samples) is int and samples >= 0 else 0)
+    return Description(RunConfig(model=model), 0, count_of(values.get("consumed_train_samples")))
 
 
 FORMAT = Format("megatron", _POINTER, _recognise, MegatronSource, _destination)

@@ -131,6 +131,11 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
     write_new(path, (json.dumps(value, indent=2, allow_nan=False) + "\n").encode())
 
 
+def count_of(value: Any) -> int:
+    """A number of steps or samples that a file names; 0 for anything else."""
+    return value if type(value) is int and value >= 0 else 0
+
+
 def token_ids_of(config: dict[str, Any]) -> dict[str, Any]:
     """The token ids that a config.json or generation_config.json names."""
     return {name: config[name] for name in TOKEN_IDS if config.get(name) is not None}

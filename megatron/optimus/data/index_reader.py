@@ -52,9 +52,8 @@ HEADER = struct.Struct("<9sQBQQ")
 
 _PAGE_ENTRIES = 512  # of 8 bytes: one page, read at each step of a search
 _CHUNK_ENTRIES = 1 << 16  # read together elsewhere: bounds the memory, whatever the counts say
-_COMPARED_ENTRIES = (
-    1 << 13
-)  # compared together: arrays of 64 KiB, as the page faults of larger ones take most of the time
+# compared together: arrays of 64 KiB, as the page faults of larger ones take most of the time
+_COMPARED_ENTRIES = 1 << 13
 _NUM_SPREAD_CHUNKS = 8  # looked at of a file that is too large to be checked whole
 
 Entries = npt.NDArray[np.int64]

@@ -17,13 +17,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from megatron.optimus.config.schema import ConfigError, SplitBy
+from megatron.optimus.config.schema import ConfigError
 from megatron.optimus.data.blend import BlendSchedule
 from megatron.optimus.data.dataset import InstanceSet, Split, TokenRange, TokenSpan
 from megatron.optimus.data.errors import DataError
@@ -70,9 +70,9 @@ class Mixture:
 
     Args:
         sources: corpora and weights; a single corpus is fine
-        seq_length: as ``InstanceSet`` takes it, and likewise split, part, split_by, files, vocab_size,
-            packing, extra_token
+        seq_length: as ``InstanceSet`` takes it, and likewise split, part, files
         seed: of the order within each corpus
+        options: further ones of ``InstanceSet``: split_by, vocab_size, packing, extra_token
 
     Attributes:
         names: names of the corpora
@@ -92,11 +92,8 @@ class Mixture:
         split: str,
         part: Split,
         seed: int,
-        split_by: SplitBy = SplitBy.POSITION,
         files: TokenFiles | None = None,
-        vocab_size: int | None = None,
-        packing: bool = False,
-        extra_token: bool = False,
+        **options: Any,
     ) -> None:
         self.seq_length = seq_length
         self._files = TokenFiles(sources.prefixes, split=split) if files is None else files
@@ -106,15 +103,7 @@ class Mixture:
         for number, corpus in enumerate(sources.corpora):
             try:
                 instances = InstanceSet(
-                    corpus.prefixes,
-                    seq_length,
-                    split=split,
-                    part=part,
-                    split_by=split_by,
-                    files=self._files,
-                    vocab_size=vocab_size,
-                    packing=packing,
-                    extra_token=extra_token,
+                    corpus.prefixes, seq_length, split=split, part=part, files=self._files, **options
                 )
             except DataError as error:
                 if part is Split.TRAIN:

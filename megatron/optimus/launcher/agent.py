@@ -28,12 +28,12 @@ from megatron.optimus.launcher.hangs import HangWatch
 from megatron.optimus.platform import environment, heartbeat, parent_death
 from megatron.optimus.platform.exit_codes import EXPLAINED, STALLED
 from megatron.optimus.platform.memory_slots import AnonymousSlots
+from megatron.optimus.platform.signals import STOP_SIGNALS, handle_stop_signals
 
 POLL_SECONDS = 0.05
 RANK_GRACE_SECONDS = 10.0  # for the other ranks to leave by themselves, where all received the signal
 FAILED_GRACE_SECONDS = 0.5  # for ranks that fail together with the first one to print their message
 _SHARED_MEMORY = "/dev/shm"  # heartbeats never wait for a disk there
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class RankProcess(Protocol):
@@ -120,10 +120,7 @@ class LocalAgent:
     def run(self, on_poll: Callable[[], None] = lambda: None) -> LocalResult:
         """Runs the ranks once, all of them to their end. ``on_poll`` is called many times a second meanwhile."""
         self.ranks, self._received = [], []
-        previous = {}
-        for number in STOP_SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # of a job in the background: it stays so
-                previous[number] = signal.signal(number, self._forward)
+        previous = handle_stop_signals(self._forward)
         try:
             self._start()
             return self._watch(on_poll)

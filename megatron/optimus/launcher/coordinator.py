@@ -31,7 +31,6 @@ from megatron.optimus.launcher.agent import (
     FAILED_GRACE_SECONDS,
     POLL_SECONDS,
     RANK_GRACE_SECONDS,
-    STOP_SIGNALS,
     failed_exit_code,
     signal_exit_code,
 )
@@ -40,6 +39,7 @@ from megatron.optimus.launcher.job_keeper import JobState
 from megatron.optimus.launcher.node_agent import RanksOfNode
 from megatron.optimus.launcher.supervisor import GROWTH_SECONDS, KEPT_LINES, AttemptResult, StepMonitor
 from megatron.optimus.platform.exit_codes import EXPLAINED, STALLED
+from megatron.optimus.platform.signals import STOP_SIGNALS, handle_stop_signals
 
 logger = logging.getLogger("optimus")
 
@@ -114,9 +114,7 @@ class Coordinator:
         os.set_blocking(job.output, False)
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # a connection for each of thousands of nodes
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-        for number in STOP_SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, self._note_signal)
+        handle_stop_signals(self._note_signal)
 
     def _note_signal(self, number: int, frame: FrameType | None) -> None:
         self.received.append(number)

@@ -40,7 +40,6 @@ logger = logging.getLogger("optimus")
 _MODULES = (PROGRAM, "megatron.optimus.training.trainer", "megatron.optimus.training.evaluate")
 _DEVICES = ("/dev/nvidia", "/dev/dri/")  # what a process that has initialised CUDA or Level Zero holds open
 _PROBE_SECONDS = 60.0  # for a first fork to compute on a device; then it counts as one that cannot
-_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class ForkedRank:
@@ -170,8 +169,8 @@ class ForkServer:
 
 def main(device: str) -> int:
     """The server: imports the training program, then forks a rank for every request until the launcher is gone."""
-    handlers: dict[int, Any] = {number: signal.getsignal(number) for number in (*_STOP_SIGNALS, signal.SIGCHLD)}
-    for number in _STOP_SIGNALS:  # of the terminal: for the ranks
+    handlers: dict[int, Any] = {number: signal.getsignal(number) for number in (*signals.STOP_SIGNALS, signal.SIGCHLD)}
+    for number in signals.STOP_SIGNALS:  # of the terminal: for the ranks
         signal.signal(number, signal.SIG_IGN)
     link = socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

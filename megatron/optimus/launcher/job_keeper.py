@@ -26,8 +26,8 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
-from megatron.optimus.launcher.agent import STOP_SIGNALS
 from megatron.optimus.platform import parent_death
+from megatron.optimus.platform.signals import handle_stop_signals
 
 logger = logging.getLogger("optimus")
 
@@ -85,9 +85,7 @@ class JobKeeper:
 
     def run(self) -> int:
         """Runs the job to its end; returns the exit code."""
-        for number in STOP_SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # of a job in the background: it stays so
-                signal.signal(number, self._note_signal)
+        handle_stop_signals(self._note_signal)
         deaths: list[float] = []
         try:
             while True:

@@ -36,7 +36,7 @@ from typing import Any
 
 from megatron.optimus.config.schema import ConfigError
 from megatron.optimus.launcher import wire
-from megatron.optimus.launcher.agent import POLL_SECONDS, STOP_SIGNALS, LocalAgent
+from megatron.optimus.launcher.agent import POLL_SECONDS, LocalAgent
 from megatron.optimus.launcher.command import PROGRAM
 from megatron.optimus.launcher.forkserver import ForkServer
 from megatron.optimus.launcher.hangs import HangWatch, Look
@@ -94,7 +94,7 @@ class NodeAgent:
 
     def run(self) -> int:
         """Serves the coordinator until the job is over; returns the exit code."""
-        for number in STOP_SIGNALS:
+        for number in signals.STOP_SIGNALS:
             signal.signal(number, self._note_signal)
         with self._local:
             try:
@@ -187,9 +187,9 @@ class NodeAgent:
     def _signal_ranks(self, number: int) -> None:
         """Sends a signal to the ranks. A second stop signal would end them before they have saved."""
         now = time.monotonic()
-        if number in STOP_SIGNALS and now < self._asked_to_stop + _ECHO_SECONDS:
+        if number in signals.STOP_SIGNALS and now < self._asked_to_stop + _ECHO_SECONDS:
             return
-        self._asked_to_stop = now if number in STOP_SIGNALS else self._asked_to_stop
+        self._asked_to_stop = now if number in signals.STOP_SIGNALS else self._asked_to_stop
         if self._ready_to_start:  # they wait for the imports
             self._ready_to_start, self._codes = False, [-number] * self._asked.num_ranks
             self._local.ranks = []

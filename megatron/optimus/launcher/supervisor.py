@@ -20,14 +20,15 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from megatron.optimus.launcher.agent import LocalAgent
 from megatron.optimus.launcher.nodes import NodePool
 from megatron.optimus.platform import files, parent_death
 from megatron.optimus.platform.exit_codes import EXPLAINED, NUMERIC_ERROR, STALLED, USER_ERROR
+from megatron.optimus.platform.signals import STOP_SIGNALS, handle_stop_signals
 
 logger = logging.getLogger("optimus")
 
@@ -39,7 +40,7 @@ _MOST_WITHOUT_STEP, _MOST_NUMERIC, _MOST_WITHOUT_SAVE = 2, 2, 5  # attempts in a
 # What ranks print: process_groups.lost_peer_reason and Trainer.
 _SURVIVOR = re.compile(r"error on rank (\d+): another rank has ended")
 _ASKED_TO_STOP = re.compile(r"asked to stop: saving step \d+")
-_STOP_CODES = tuple(128 + number for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
+_STOP_CODES = tuple(128 + number for number in STOP_SIGNALS)
 
 
 @dataclass
@@ -206,7 +207,8 @@ def run_monitored(
     """
     steps = StepMonitor(metrics)
     process = _start(command, env)
-    interrupted, previous = _forward_signals(process)
+    received: list[int] = []
+    previous = handle_stop_signals(partial(_forward, process, received))
     lines: collections.deque[str] = collections.deque(maxlen=KEPT_LINES)
     survivors: set[int] = set()
     was_asked = [False]
@@ -248,8 +250,8 @@ def run_monitored(
     code = code if code >= 0 else 128 - code
     all_left = was_asked[0] and code in _STOP_CODES
     # Whatever the ranks' starter makes of SIGTERM, unless a rank has said what is wrong.
-    grows = asks_to_leave and not interrupted[0] and code not in (0, *EXPLAINED)
-    is_wanted = interrupted[0] or (all_left and not grows)
+    grows = asks_to_leave and not received and code not in (0, *EXPLAINED)
+    is_wanted = bool(received) or (all_left and not grows)
     return AttemptResult(code, tuple(lines), is_wanted, steps.has_trained, frozenset(survivors), grows)
 
 
@@ -267,19 +269,10 @@ def _start(command: Sequence[str], env: dict[str, str]) -> subprocess.Popen[str]
     )
 
 
-def _forward_signals(process: subprocess.Popen[str]) -> tuple[list[bool], dict[int, Any]]:
-    """Forwards stop signals to the process.
-
-    Returns a list whose one entry becomes True when a signal came, and the handlers that were set before.
-    """
-    seen = [False]
-
-    def forward(number: int, frame: FrameType | None) -> None:
-        seen[0] = True
-        if process.poll() is None:
-            process.send_signal(number)
-
-    return seen, {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+def _forward(process: subprocess.Popen[str], received: list[int], number: int, frame: FrameType | None) -> None:
+    received.append(number)
+    if process.poll() is None:
+        process.send_signal(number)
 
 
 def _stop(process: subprocess.Popen[str]) -> None:

@@ -15,13 +15,12 @@ from megatron.optimus.config.choices import OPTIMIZER_LIBRARY
 from megatron.optimus.config.family import ParameterKind
 from megatron.optimus.config.parametrization import UpdateScaling
 from megatron.optimus.config.rank_plan import RankPlan
-from megatron.optimus.config.schema import OptimizerName, OptimizerStateDtype
+from megatron.optimus.config.schema import OptimizerName
 from megatron.optimus.models.parameters import RankParameter, rank_parameters
 from megatron.optimus.planner.matrix_states import matrix_state_bytes
 
 ALIGNMENT = 256  # elements
 DEFAULT_BUCKET = 1 << 26  # elements
-STATE_BLOCK = 256  # elements of an 8-bit state that share a scale
 
 
 @dataclass(frozen=True)
@@ -132,7 +131,7 @@ def state_bytes(rank: RankPlan, buffer: PlannedFlatBuffer) -> StateBytes:
     gradients = buffer.numel * kept if is_whole else 0
     if buffer.group_size > 1 and (not is_whole or shard_width != kept):
         gradients += buffer.shard * shard_width
-    moments = num_moments(rank, buffer) * _moment_bytes(rank, buffer)
+    moments = num_moments(rank, buffer) * int(buffer.shard * rank.config.optimizer.optimizer_state_dtype.element_bytes)
     if rank.config.optimizer.optimizer is OptimizerName.ADAFACTOR:
         moments += 4 * buffer.num_rows_and_columns  # on every rank
     if rank.config.optimizer.ema_decay is not None:
@@ -182,13 +181,6 @@ def library_states(name: OptimizerName) -> int:
     optimizer = kind([weight])
     optimizer.step()
     return sum(getattr(state, "shape", None) == weight.shape for state in optimizer.state[weight].values())
-
-
-def _moment_bytes(rank: RankPlan, buffer: PlannedFlatBuffer) -> int:
-    width = rank.config.optimizer.optimizer_state_dtype
-    if width is OptimizerStateDtype.INT8:
-        return buffer.shard + buffer.shard // STATE_BLOCK * 4
-    return buffer.shard * (4 if width is OptimizerStateDtype.FP32 else 2)
 
 
 def sent_copies(rank: RankPlan, buffers: list[PlannedFlatBuffer]) -> int:

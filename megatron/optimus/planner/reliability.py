@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megatron.optimus.config.rank_plan import rank_plans
-from megatron.optimus.config.schema import OptimizerStateDtype, ParallelConfig, Precision, RunConfig
+from megatron.optimus.config.schema import ParallelConfig, Precision, RunConfig
 from megatron.optimus.models.parameters import num_parameters
 from megatron.optimus.planner.hardware import Figure, Machine
 from megatron.optimus.report.figure import Line, Panel
@@ -172,11 +172,8 @@ def checkpoint_bytes(config: RunConfig) -> tuple[int, int]:
     numel = num_parameters(rank_plans(replace(config, parallel=ParallelConfig()), 1)[0])
     options = config.optimizer
     states = max(options.optimizer.num_states, 2 if options.optimizer.is_for_matrices else 0)
-    width = {OptimizerStateDtype.FP32: 4, OptimizerStateDtype.BF16: 2, OptimizerStateDtype.INT8: 1 + 4 / 256}[
-        options.optimizer_state_dtype
-    ]
     weight = 4 if config.training.params_dtype is Precision.FP32 else 2
-    return int(numel * (4 + states * width)), numel * weight
+    return int(numel * (4 + states * options.optimizer_state_dtype.element_bytes)), numel * weight
 
 
 def effective_time(

@@ -56,31 +56,30 @@ def search(
     Varies the sizes of the axes, micro-batch and recomputation of a run, except for the options ``fixed_options``.
     """
     found = SearchResult()
-    fitting: list[Plan] = []
-    large: list[Plan] = []
-    for layout in _layouts(config, world_size, machine, fixed_options):
-        _try_layout(config, layout, world_size, machine, fixed_options, found, fitting, large)
-    fitting.sort(key=lambda made: (-made.time.tokens_per_second, made.worst.peak))
+    layouts = _layouts(config, world_size, machine, fixed_options)
+    plans = [made for layout in layouts for made in _plans(config, layout, world_size, machine, fixed_options, found)]
+    fitting = sorted(
+        (made for made in plans if made.fits), key=lambda made: (-made.time.tokens_per_second, made.worst.peak)
+    )
     found.best = fitting[:keep]
     limit = fitting[0].time.tokens_per_second if fitting else 0.0
-    nearest = sorted(large, key=lambda made: made.worst.peak)[:_MISSES]
+    nearest = sorted((made for made in plans if not made.fits), key=lambda made: made.worst.peak)[:_MISSES]
     found.too_large = [made for made in nearest if made.time.tokens_per_second > limit][:3]
     return found
 
 
-def _try_layout(
+def _plans(
     config: RunConfig,
     layout: dict[str, Any],
     world_size: int,
     machine: Machine,
     fixed_options: Set[str],
     found: SearchResult,
-    fitting: list[Plan],
-    large: list[Plan],
-) -> None:
+) -> Iterator[Plan]:
     """Tries one layout: for each micro-batch the least recomputation that fits, since more of it is only slower.
 
-    A larger micro-batch needs more memory, so the first that fits with no recomputation at all ends the search.
+    A larger micro-batch needs more memory, so the first that fits with no recomputation at all ends the search. Counts
+    in ``found``.
     """
     sizes = [config.training.micro_batch_size] if "micro_batch_size" in fixed_options else MICRO_BATCHES
     modules = [config.parallel.recompute_modules] if "recompute_modules" in fixed_options else RECOMPUTATION
@@ -98,10 +97,9 @@ def _try_layout(
             if states > made.usable:
                 found.refuse("memory", f"weights, gradients and states alone take {states / 2**30:.1f} GiB")
                 return
+            yield made
             if made.fits:
-                fitting.append(made)
                 break
-            large.append(made)
             found.refuse("memory", f"{made.worst.peak / 2**30:.1f} GiB of {made.usable / 2**30:.1f} usable")
         else:
             return

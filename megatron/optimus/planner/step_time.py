@@ -92,9 +92,8 @@ def gradient_work(rank: RankPlan, kernels: Kernels) -> OperationCounts:
     traffic = 0.0
     for parameter, count in rank_parameters(rank).items():
         if parameter.is_expert and kernels.adds_gradients and rank.adds_expert_gradients:
-            per_element = (
-                3.0 * kept - rank.element_bytes
-            )  # cleared, read and written, where a gradient apart was written
+            # cleared, read and written, where a gradient apart was written
+            per_element = 3.0 * kept - rank.element_bytes
         else:
             per_element = rank.element_bytes + kept * (1 + again)
         traffic += parameter.numel * count * per_element
@@ -106,7 +105,7 @@ def update_work(rank: RankPlan) -> OperationCounts:
     kept, sent = rank.gradient_element_bytes, rank.sent_gradient_element_bytes
     total = OperationCounts()
     for buffer in flat_buffers(rank):
-        width = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0 + 4 / 256}[rank.config.optimizer.optimizer_state_dtype.value]
+        width = rank.config.optimizer.optimizer_state_dtype.element_bytes
         per_element = 2 * max(kept, sent) + 2 * FP32 + rank.element_bytes + 2 * num_moments(rank, buffer) * width
         total += OperationCounts(memory_bytes=per_element * buffer.shard)
         if buffer.is_matrix and rank.config.optimizer.optimizer in (OptimizerName.MUON, OptimizerName.NORMUON):

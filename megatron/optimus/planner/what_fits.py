@@ -42,7 +42,7 @@ def what_fits(config: RunConfig, world_size: int, machine: Machine) -> str:
         now = plan(config, world_size, machine)
     except ConfigError:
         return ""
-    limit = min(now.usable, _ENOUGH * _peak(now))
+    limit = min(now.usable, _ENOUGH * now.worst.peak)
     kinds = [list(kind) for kind in _changes(config)]
 
     def first(choices: Iterable[Sequence[Change]]) -> str:
@@ -52,22 +52,18 @@ def what_fits(config: RunConfig, world_size: int, machine: Machine) -> str:
     found = "; or ".join(singles) or first(product(*([_NOTHING, *kind] for kind in kinds)))
     text = f"would fit: {found}" if found else ""
     if now.fits:
-        planned = f"{_peak(now) / GIB:.1f} GiB are planned of {now.usable / GIB:.1f} usable"
+        planned = f"{now.worst.peak / GIB:.1f} GiB are planned of {now.usable / GIB:.1f} usable"
         return "; ".join(filter(None, [f"{planned}, so something else may hold memory there", text]))
     return text or _more_devices(config, world_size, machine, kinds)
-
-
-def _peak(made: Plan) -> int:
-    return made.worst.peak
 
 
 def _words(config: RunConfig, world_size: int, machine: Machine, changes: Sequence[Change], limit: float) -> str:
     """The changes as options with what is then planned, if that is allowed and within ``limit``; else nothing."""
     made = _with(config, world_size, machine, changes)
-    if made is None or _peak(made) > limit:
+    if made is None or made.worst.peak > limit:
         return ""
     options = " ".join(words for words, _ in changes if words)
-    return f"{options} ({_peak(made) / GIB:.1f} GiB planned of {made.usable / GIB:.1f} usable)"
+    return f"{options} ({made.worst.peak / GIB:.1f} GiB planned of {made.usable / GIB:.1f} usable)"
 
 
 def _with(config: RunConfig, world_size: int, machine: Machine, changes: Sequence[Change]) -> Plan | None:
@@ -81,7 +77,11 @@ def _with(config: RunConfig, world_size: int, machine: Machine, changes: Sequenc
 
 def _more_devices(config: RunConfig, world_size: int, machine: Machine, kinds: list[list[Change]]) -> str:
     least = _with(config, world_size, machine, [kind[-1] for kind in kinds if kind])
-    size = "" if least is None else f" ({_peak(least) / GIB:.1f} GiB with all of them, {least.usable / GIB:.1f} usable)"
+    size = (
+        ""
+        if least is None
+        else f" ({least.worst.peak / GIB:.1f} GiB with all of them, {least.usable / GIB:.1f} usable)"
+    )
     return (
         f"no micro-batch, recomputation, ZeRO stage or dtype of moments makes it fit {world_size} device"
         f"{'s' if world_size > 1 else ''}{size}: use more, `optimus plan` finds a layout"

@@ -296,9 +296,8 @@ def to_device_async(tensor: Tensor, device: torch.device) -> Tensor:
 
 @functools.cache
 def _side_stream(device: torch.device) -> Any:
-    return _accelerator(device.type).Stream(
-        device, priority=-1
-    )  # else its work would wait for the work it is to overlap
+    # With priority: else its work would wait for the work it is to overlap.
+    return _accelerator(device.type).Stream(device, priority=-1)
 
 
 def on_side_stream(device: torch.device, work: Callable[[], Sequence[Tensor]]) -> Callable[[], Sequence[Tensor]]:

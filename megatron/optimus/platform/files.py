@@ -5,11 +5,15 @@ Every change of the file system is one call of an ``os`` function, so that a tes
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import secrets
 import stat
+from collections.abc import Iterator
 from pathlib import Path
+
+from megatron.optimus.config.schema import ConfigError
 
 
 def write_atomically(path: Path, data: bytes | str, *, sync: bool = True) -> None:
@@ -43,6 +47,15 @@ def write_new(path: Path, data: bytes, *, sync: bool = True) -> None:
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def naming_write_errors(path: object, remedy: str = "") -> Iterator[None]:
+    """Turns an OSError of the work inside into a ConfigError, "PATH cannot be written: REASON" and the remedy."""
+    try:
+        yield
+    except OSError as error:  # whose file name is absent where the disk is full
+        raise ConfigError(f"{path} cannot be written: {error.strerror}{remedy and '; ' + remedy}") from error
 
 
 def open_regular(path: str | Path, flags: int) -> int:

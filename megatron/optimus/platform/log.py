@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
 import sys
-from typing import Any, TextIO
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TextIO
+
+from megatron.optimus.platform.exit_codes import USER_ERROR
 
 
 def counted(number: int, noun: str) -> str:
     """Returns the number with its noun in singular or plural: "1 rank", "2 ranks"."""
     return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def duration(seconds: float) -> str:
+    """12 -> "0:12", 3723 -> "1:02:03", 200000 -> "2d07h"; days matter more than minutes in long runs."""
+    whole = max(0, round(seconds))
+    if whole >= 86400:
+        return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+    hours, minutes = whole // 3600, whole % 3600 // 60
+    return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"
 
 
 # Control characters but tab and line feed, directions of writing, separators of lines, and bytes that are not UTF-8.
@@ -28,6 +41,29 @@ def printable(text: object) -> str:
 def print_error(error: object, label: str = "error") -> None:
     """Prints "error: ..." to stderr, as one line."""
     sys.stderr.write(f"{label}: {printable(error)}".replace("\n", "\\n") + "\n")
+
+
+class Main(Protocol):
+    """A command: takes its words, None for those of this process, and returns the exit code."""
+
+    def __call__(self, argv: Sequence[str] | None = None) -> int: ...
+
+
+def prints_errors(*kinds: type[Exception], code: int = USER_ERROR) -> Callable[[Main], Main]:
+    """Makes a command print errors of these kinds as one line, and return ``code``, instead of raising them."""
+
+    def mark(main: Main) -> Main:
+        @functools.wraps(main)
+        def run(argv: Sequence[str] | None = None) -> int:
+            try:
+                return main(argv)
+            except kinds as error:
+                print_error(error)
+                return code
+
+        return run
+
+    return mark
 
 
 def _make_printable(record: logging.LogRecord) -> bool:

@@ -8,9 +8,10 @@ import logging
 import sys
 import threading
 import time
-from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING
+
+from megatron.optimus.platform.log import duration
 
 if TYPE_CHECKING:
     from rich.progress import Progress as LiveBar
@@ -67,9 +68,10 @@ class Progress:
     def line(self) -> str:
         """Describes the state in one line."""
         seconds, fraction = time.monotonic() - self._started, self._fraction
-        words = [self._text or "starting", f"{_clock(seconds)} elapsed"]
+        words = [self._text or "starting", f"{duration(seconds)} elapsed"]
         if fraction:
-            words = [f"{100 * min(1.0, fraction):.1f} %", *words, f"{_clock(seconds * max(0, 1 / fraction - 1))} left"]
+            left = duration(seconds * (1 / fraction - 1))
+            words = [f"{100 * min(1.0, fraction):.1f} %", *words, f"{left} left"]
         return f"{self._title}: {', '.join(words)}"
 
     def _write_lines(self) -> None:
@@ -97,7 +99,3 @@ def _live_bar() -> LiveBar:
 
     columns = TextColumn("{task.description}"), BarColumn(bar_width=16), TaskProgressColumn(), TimeRemainingColumn()
     return LiveBar(*columns, TextColumn("{task.fields[text]}"), console=Console(stderr=True), transient=True)
-
-
-def _clock(seconds: float) -> str:
-    return str(timedelta(seconds=round(seconds)))

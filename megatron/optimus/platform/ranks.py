@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.optimus.platform import memory
+from megatron.optimus.platform.process_groups import all_gather_single
 
 # Attribute of an error: True on every rank but the first that failed, whose message is the one to print.
 REPORTED_BY_ANOTHER_RANK = "optimus_reported_by_another_rank"
@@ -23,7 +24,6 @@ FAILED_ERRNO = "optimus_errno"  # attribute of an error: the errno of the first 
 NO_FAILURE = 1 << 62
 _ERRNO_LIMIT = 1 << 12
 T = TypeVar("T")
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renamed it
 
 
 def attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
@@ -51,8 +51,8 @@ class Ranks:
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device | str) -> None:
         distributed = dist.is_available() and dist.is_initialized()
-        self._group = group
-        self._device = device
+        self.group = group
+        self.device = device
         self.rank = dist.get_rank(group) if distributed else 0
         self.size = dist.get_world_size(group) if distributed else 1
 
@@ -60,25 +60,15 @@ class Ranks:
     def alone(cls) -> Ranks:
         """Returns a group of this process only, whatever process groups exist."""
         ranks = cls.__new__(cls)
-        ranks._group, ranks._device, ranks.rank, ranks.size = None, "cpu", 0, 1
+        ranks.group, ranks.device, ranks.rank, ranks.size = None, "cpu", 0, 1
         return ranks
-
-    @property
-    def group(self) -> dist.ProcessGroup | None:
-        """The process group; None as in the arguments."""
-        return self._group
-
-    @property
-    def device(self) -> torch.device | str:
-        """Where the group's backend takes tensors."""
-        return self._device
 
     def broadcast(self, values: list[int]) -> list[int]:
         """Returns rank 0's integers (below 2^63) on every rank. Collective."""
         if self.size == 1:
             return values
-        tensor = torch.tensor(values, dtype=torch.int64, device=self._device)
-        dist.broadcast(tensor, group=self._group, group_src=0)
+        tensor = torch.tensor(values, dtype=torch.int64, device=self.device)
+        dist.broadcast(tensor, group=self.group, group_src=0)
         return tensor.tolist()
 
     def broadcast_bytes(self, data: bytes) -> bytes:
@@ -89,21 +79,21 @@ class Ranks:
         tensor = torch.empty(size, dtype=torch.uint8)
         if self.rank == 0:
             tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        tensor = tensor.to(self._device)
-        dist.broadcast(tensor, group=self._group, group_src=0)
+        tensor = tensor.to(self.device)
+        dist.broadcast(tensor, group=self.group, group_src=0)
         return tensor.cpu().numpy().tobytes()
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Returns the bytes of all ranks in rank order. Collective; messages are padded to the longest."""
         if self.size == 1:
             return [data]
-        sizes = torch.zeros(self.size, dtype=torch.int64, device=self._device)
-        _all_gather(sizes, torch.tensor([len(data)], device=self._device), group=self._group)
+        sizes = torch.zeros(self.size, dtype=torch.int64, device=self.device)
+        all_gather_single(sizes, torch.tensor([len(data)], device=self.device), group=self.group)
         lengths = sizes.tolist()
         own = torch.zeros(max(1, *lengths), dtype=torch.uint8)
         own[: len(data)] = torch.frombuffer(bytearray(data or b"-"), dtype=torch.uint8)[: len(data)]
-        everyone = torch.empty(self.size * len(own), dtype=torch.uint8, device=self._device)
-        _all_gather(everyone, own.to(self._device), group=self._group)
+        everyone = torch.empty(self.size * len(own), dtype=torch.uint8, device=self.device)
+        all_gather_single(everyone, own.to(self.device), group=self.group)
         rows = everyone.cpu().view(self.size, -1).numpy()
         return [rows[rank, :length].tobytes() for rank, length in enumerate(lengths)]
 
@@ -112,11 +102,11 @@ class Ranks:
         if self.size == 1:
             return lambda: value
         # On its own stream: reading the result must not wait for the computation that was queued meanwhile.
-        is_cpu = torch.device(self._device).type == "cpu"
-        stream = contextlib.nullcontext() if is_cpu else _side_stream(torch.device(self._device))
+        is_cpu = torch.device(self.device).type == "cpu"
+        stream = contextlib.nullcontext() if is_cpu else _side_stream(torch.device(self.device))
         with stream:
-            tensor = torch.tensor([value], dtype=torch.int64, device=self._device)
-            work = dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=self._group, async_op=True)
+            tensor = torch.tensor([value], dtype=torch.int64, device=self.device)
+            work = dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=self.group, async_op=True)
 
         def result() -> int:
             with stream:

@@ -15,10 +15,11 @@ import os
 import signal
 import threading
 import time
-from types import TracebackType
+from collections.abc import Callable
+from types import FrameType, TracebackType
 from typing import Any
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # One request arrives several times: from the terminal, the launcher and mpiexec. Only a later one means "now".
 _ECHO_SECONDS = 1.0
 
@@ -40,6 +41,15 @@ def end_on_sigpipe() -> None:
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 
 
+def handle_stop_signals(handler: Callable[[int, FrameType | None], object]) -> dict[int, Any]:
+    """Sets a handler of the stop signals; returns those before. A signal that is ignored stays so.
+
+    That is SIGINT in a job that a shell runs in the background, and SIGHUP under nohup.
+    """
+    heard = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    return {number: signal.signal(number, handler) for number in heard}
+
+
 class StopRequest:
     """Context manager that records the first stop signal in ``signal``; one a second later ends the process.
 
@@ -50,7 +60,6 @@ class StopRequest:
         self.signal: signal.Signals | None = None
 
     def __enter__(self) -> StopRequest:
-        self._previous: dict[int, Any] = {}
         if threading.current_thread() is not threading.main_thread():
             return self
         # Python runs handlers between two of its instructions: never, while a rank waits in a collective for a peer
@@ -58,9 +67,7 @@ class StopRequest:
         read, self._write = os.pipe()
         os.set_blocking(self._write, False)
         self._previous_fd = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        for number in _SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # of a job in the background: it stays so
-                self._previous[number] = signal.signal(number, lambda *_: None)
+        self._previous = handle_stop_signals(lambda *_: None)
         threading.Thread(target=self._listen, args=(read,), name="stop request", daemon=True).start()
         return self
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from megatron.optimus.config.schema import ConfigError, RunConfig
+from megatron.optimus.config.schema import RunConfig
 from megatron.optimus.config.serialize import from_dict, to_dict
 from megatron.optimus.models.parameters import count_parameters
-from megatron.optimus.platform.files import write_atomically
+from megatron.optimus.platform.files import naming_write_errors, write_atomically
 from megatron.optimus.platform.log import printable
 from megatron.optimus.report import curves
 from megatron.optimus.report.read import METRICS, RunRecord, read_run
@@ -37,10 +37,8 @@ def write_report(folders: Sequence[Path], out: Path) -> list[str]:
         ConfigError: a folder is not that of a run, or the page cannot be written.
     """
     runs = [read_run(folder) for folder in folders]
-    try:
+    with naming_write_errors(out, "name a file in a folder that exists"):
         write_atomically(out, page(runs), sync=False)
-    except OSError as error:
-        raise ConfigError(f"{out} cannot be written: {error.strerror}; name a file in a folder that exists") from error
     return [f"{run.folder}: {note}" for run in runs for note in run.notes]
 
 

@@ -279,12 +279,12 @@ def _is_sample(one: Any) -> bool:
 
 def read_lines(path: Path, notes: list[str]) -> list[Any]:
     """Reads a file of JSON lines, without those that are none; [] where there is no such file."""
-    text = _read(path, notes)
+    text = read_file(path, notes)
     return [one for line in text.splitlines() if (one := _parsed(line)) is not None]
 
 
 def _read_json(path: Path, notes: list[str]) -> dict[str, Any]:
-    text = _read(path, notes)
+    text = read_file(path, notes)
     found = _parsed(text) if text else {}
     if not isinstance(found, dict):
         notes.append(f"{path.name} is damaged")
@@ -292,7 +292,7 @@ def _read_json(path: Path, notes: list[str]) -> dict[str, Any]:
     return found
 
 
-def _read(path: Path, notes: list[str], limit: int = _LARGEST_FILE) -> bytes:
+def read_file(path: Path, notes: list[str], limit: int = _LARGEST_FILE) -> bytes:
     """The content of a file; b"" where there is none or it is too large, which is noted."""
     try:
         with open(open_regular(path, os.O_RDONLY), "rb") as file:
@@ -325,7 +325,7 @@ def read_checkpoints(folder: Path) -> list[Checkpoint]:
 
 def _checkpoint(root: Path, match: re.Match[str]) -> Checkpoint:
     found = Checkpoint(match[0], "full" if match[1] == "step" else "model", int(match[2]))
-    text = _read(root / match[0] / "manifest.json", [], _LARGEST_MANIFEST)
+    text = read_file(root / match[0] / "manifest.json", [], _LARGEST_MANIFEST)
     manifest = _parsed(text) if text else None
     if isinstance(manifest, dict):
         files, layout, metadata = (_mapping(manifest.get(key)) for key in ("files", "layout", "metadata"))
@@ -346,4 +346,4 @@ def _texts(value: Any) -> Iterable[str]:
 def _profile(folder: Path) -> str:
     """The newest table of the profiler, of the lowest rank."""
     tables = sorted(folder.glob("profile/steps-*-rank-*.txt"), key=lambda path: (-path.stat().st_mtime, path.name))
-    return _read(tables[0], [], 1 << 18).decode(errors="replace") if tables else ""
+    return read_file(tables[0], [], 1 << 18).decode(errors="replace") if tables else ""

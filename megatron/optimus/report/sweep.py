@@ -13,6 +13,7 @@ import numpy as np
 
 from megatron.optimus.config.schema import ConfigError
 from megatron.optimus.platform.exit_codes import NUMERIC_ERROR
+from megatron.optimus.platform.files import naming_write_errors
 from megatron.optimus.report import figure
 from megatron.optimus.report.plot import number
 from megatron.optimus.report.read import read_run
@@ -123,10 +124,8 @@ def table(rows: Sequence[SweepRow]) -> list[str]:
 def write(folder: Path, rows: Sequence[SweepRow]) -> list[Path]:
     """Writes the numbers as JSON and, with matplotlib, the picture; returns the paths. Raises ConfigError."""
     paths = [folder / NUMBERS]
-    try:
+    with naming_write_errors(paths[0]):
         paths[0].write_text(json.dumps([row.__dict__ | {"values": dict(row.values)} for row in rows], indent=1) + "\n")
-    except OSError as error:
-        raise ConfigError(f"{paths[0]} cannot be written: {error.strerror}") from error
     if figure.is_drawable() and any(math.isfinite(score(row)) for row in rows):
         paths.append(folder / PICTURE)
         figure.draw(paths[1], [panel(rows)])

@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron.optimus.platform.files import open_regular
-from megatron.optimus.platform.log import counted, printable
+from megatron.optimus.platform.log import counted, duration, printable
 from megatron.optimus.report import curves, plot
 from megatron.optimus.report.read import (
     EXPERT_HISTORY,
@@ -355,10 +355,4 @@ def _last_lines(path: Path, limit: int = _TAIL_BYTES) -> list[str]:
 
 
 def _duration(seconds: float) -> str:
-    whole = round(seconds)
-    if whole < 100:
-        return f"{whole} s"
-    if whole >= 86400:
-        return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
-    hours, minutes = whole // 3600, whole % 3600 // 60
-    return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"
+    return f"{round(seconds)} s" if round(seconds) < 100 else duration(seconds)

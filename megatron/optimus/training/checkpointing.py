@@ -64,7 +64,7 @@ class Checkpoints:
         self._draw = None if is_drawn else partial(draw_initial_weights, run, model, engine)
         self._config, self._mesh, self._device, self._ranks = config, mesh, run.device, run.ranks
         self._model, self._state = model, training_state(engine)
-        self._root = folder_of_checkpoints(config)
+        self._root = config.checkpoint_folder
         self._last = LastCheckpoint(Path(config.logging.run_dir), self._root)
         # Read at the start: training waits while a save reads them, and the files may be replaced during the run.
         self._packages = _packages()
@@ -584,7 +584,7 @@ def fetch_from_mirror(config: RunConfig, ranks: Ranks) -> None:
     That is the newest of ``checkpoint_mirror``, else the newest of ``load``, which is then the folder of the download.
     Raises CheckpointError on every rank where a URL cannot be read, or ``load`` has no whole checkpoint.
     """
-    options, root = config.checkpoint, folder_of_checkpoints(config)
+    options, root = config.checkpoint, config.checkpoint_folder
     has_own = ranks.broadcast([int(bool(commit.list_committed(root)))])[0]
     if not has_own and options.checkpoint_mirror is not None and not options.from_scratch:
         has_own = fetch_newest(options.checkpoint_mirror, root, ranks) is not None
@@ -607,15 +607,10 @@ def has_own_checkpoint(run: RunContext) -> bool:
     options = run.config.checkpoint
     is_there = False
     with contextlib.suppress(OSError):  # the load tells of it
-        is_there = run.mesh.rank == 0 and bool(commit.list_committed(folder_of_checkpoints(run.config)))
+        is_there = run.mesh.rank == 0 and bool(commit.list_committed(run.config.checkpoint_folder))
     if options.memory_checkpoint_interval != 0:
         is_there = is_there or memory_slots.newest_step(environment.memory_folder()) >= 0
     return run.ranks.start_all_reduce_min(-int(is_there))() < 0 and run.config.optimizer.zero_stage < 3
-
-
-def folder_of_checkpoints(config: RunConfig) -> Path:
-    """Returns the folder to which a run saves."""
-    return Path(config.checkpoint.save or Path(config.logging.run_dir) / "checkpoints")
 
 
 def _is_due(step: int, interval: int) -> bool:

@@ -90,8 +90,8 @@ def _open(run: RunContext, *, fingerprints: bool = False) -> tuple[Sources, Toke
 def _data_options_of_checkpoint(config: RunConfig) -> dict[str, Any] | None:
     """The section ``data`` of the checkpoint that this run will resume from; None where it begins anew."""
     options = config.checkpoint
-    root = Path(options.save or Path(config.logging.run_dir) / "checkpoints")
-    manifest = store.newest_manifest(root, None if options.finetune or not options.load else Path(options.load))
+    load = None if options.finetune or not options.load else Path(options.load)
+    manifest = store.newest_manifest(config.checkpoint_folder, load)
     if manifest is None or not manifest.consumed_samples:  # an import has trained on nothing
         return None
     return dict(manifest.config.get("data", {}))

@@ -122,9 +122,8 @@ class Integrity:
         """
         if step not in self._spans:
             return
-        costs = [
-            end.seconds_since(begin) for begin, end in self._spans.pop(step)
-        ]  # of the step before, and of this one
+        spans = self._spans.pop(step)  # of the step before, and of this one
+        costs = [end.seconds_since(begin) for begin, end in spans]
         self._num_compared += 1
         if self._num_compared < 2:  # the first one is not usual
             return
@@ -242,21 +241,22 @@ def describe_gradients(
     """Says which ranks to suspect, and whether they computed something else the second time."""
     pairs = ", ".join(f"{a} and {b}" for a, b in bad[:_MOST_NAMED])
     text = f"ranks {pairs} computed different gradients from the same samples"
+    hosts = [one.host for one in first]
     unsteady = [rank for rank, (one, two) in enumerate(zip(first, again, strict=True)) if one != two]
     if unsteady:
-        return f"{text}, and something else at a second time, {_named(unsteady, first)}", True
+        return f"{text}, and something else at a second time, {_named(unsteady, hosts)}", True
     counts = Counter(rank for pair in bad for rank in pair)
     most = max(counts.values())
     always = [rank for rank, count in counts.items() if count == most]
     if most > 1 and len(always) == 1:
-        return f"{text}, {_named(always, first)}", False
+        return f"{text}, {_named(always, hosts)}", False
     return f"{text}; one of them is wrong, and a further copy would be needed to say which", False
 
 
-def _named(ranks: Sequence[int], gradients: Sequence[GradientChecksums]) -> str:
-    rank = ranks[0]
+def _named(ranks: Sequence[int], hosts: Sequence[str]) -> str:
+    """``hosts``: of every rank."""
     more = f" (and on ranks {', '.join(map(str, ranks[1 : _MOST_NAMED + 1]))})" if len(ranks) > 1 else ""
-    return f"first on rank {rank} of node {gradients[rank].host}{more}"
+    return f"first on rank {ranks[0]} of node {hosts[ranks[0]]}{more}"
 
 
 def suspects_of(ranks: Sequence[int], names: Sequence[str], sums: Tensor) -> tuple[str, list[int], bool] | None:
@@ -286,15 +286,14 @@ def describe(everyone: Sequence[tuple[str, list[str], list[tuple[str, list[int],
     Args:
         everyone: of each rank its host, the states that changed there, and what ``suspects_of`` found.
     """
+    hosts = [host for host, _, _ in everyone]
     changed = {rank: names for rank, (_, names, _) in enumerate(everyone) if names}
     if changed:
-        rank, names = next(iter(changed.items()))
-        more = f" (and on ranks {', '.join(map(str, [*changed][1 : _MOST_NAMED + 1]))})" if len(changed) > 1 else ""
-        return f"{names[0]} changed between two updates, first on rank {rank} of node {everyone[rank][0]}{more}"
+        first = next(iter(changed.values()))[0]
+        return f"{first} changed between two updates, {_named([*changed], hosts)}"
     name, odd, is_majority = next(found[0] for _, _, found in everyone if found)
     what = f"the weights from {name} on are not the same on all data-parallel ranks"
     if is_majority:
-        more = f" (and on ranks {', '.join(map(str, odd[1 : _MOST_NAMED + 1]))})" if len(odd) > 1 else ""
-        return f"{what}: they differ first on rank {odd[0]} of node {everyone[odd[0]][0]}{more}"
-    named = ", ".join(f"{rank} ({everyone[rank][0]})" for rank in odd[:_MOST_NAMED])
+        return f"{what}: they differ {_named(odd, hosts)}"
+    named = ", ".join(f"{rank} ({hosts[rank]})" for rank in odd[:_MOST_NAMED])
     return f"{what}: one of ranks {named} has wrong ones, and a further copy would be needed to say which"

@@ -16,16 +16,15 @@ from megatron.optimus.config.schema import RunConfig
 from megatron.optimus.config.serialize import to_yaml
 from megatron.optimus.context import RunContext
 from megatron.optimus.platform.files import write_atomically
+from megatron.optimus.platform.log import duration
 from megatron.optimus.report.page import FILE_NAME as REPORT_NAME
 from megatron.optimus.report.page import write_report_of_run
 from megatron.optimus.training.alerts import NO_ALERTS, Alerts
-from megatron.optimus.training.checkpointing import folder_of_checkpoints
 from megatron.optimus.training.data import VALIDATION
 from megatron.optimus.training.expert_load import ExpertLoad
 from megatron.optimus.training.metrics import FILE_NAME as METRICS_NAME
 from megatron.optimus.training.metrics import MetricsWriter, StepMetrics
 from megatron.optimus.training.trackers import StepRange, Tracker, open_trackers
-from megatron.optimus.training.trackers.progress import duration
 
 logger = logging.getLogger("optimus")
 
@@ -157,7 +156,7 @@ def closing_lines(
     found = ", ".join(f"{name} {loss}" for name, loss in losses.items())
     lines = [
         f"trained steps {trained[0]} to {trained[1]} of {last} in {duration(seconds)}: {found}",
-        f"checkpoint: {store.latest(folder_of_checkpoints(config))}",
+        f"checkpoint: {store.latest(config.checkpoint_folder)}",
     ]
     if (report := Path(config.logging.run_dir) / REPORT_NAME).exists():
         lines.append(f"report: {report}")
@@ -178,5 +177,5 @@ def nothing_left_lines(config: RunConfig, step: int, last: int) -> list[str]:
 
 def _export(config: RunConfig) -> str:
     program = "optimus" if shutil.which("optimus") else "python -m megatron.optimus"  # a tree that is not installed
-    source, destination = folder_of_checkpoints(config), Path(config.logging.run_dir) / "hf"
+    source, destination = config.checkpoint_folder, Path(config.logging.run_dir) / "hf"
     return f"{program} convert {shlex.join([str(source), str(destination)])} --to hf"

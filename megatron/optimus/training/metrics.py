@@ -11,10 +11,8 @@ import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TextIO
 
-from megatron.optimus.config.schema import ConfigError
 from megatron.optimus.platform.files import open_regular, write_atomically
 
 FILE_NAME = "metrics.jsonl"
@@ -35,9 +33,8 @@ class StepMetrics:
     z_loss: float | None  # router z-loss before its weight
     grad_norm: float  # global, before clipping
     lr: float
-    wall_time: float = dataclasses.field(
-        default_factory=time.time
-    )  # seconds since 1970 (UTC), when the step was logged
+    # when the step was logged, in seconds since 1970 (UTC)
+    wall_time: float = dataclasses.field(default_factory=time.time)
     step_time_s: float  # from the end of the step before, without pauses
     data_wait_s: float  # part of step_time_s in which rank 0's device was idle, as the next batch had not been read
     tokens_per_second_per_device: float
@@ -58,9 +55,8 @@ class StepMetrics:
     lost_steps: int | None = None  # of a process's first step: steps done before, after the checkpoint it began from
     lost_s: float | None = None  # what these lost steps had taken, pauses included
     rollback: dict[str, float] | None = None  # of the first step after one, what was done and why: keys rollback/NAME
-    startup_s: dict[str, float] | None = (
-        None  # of the process's first step: rank 0's start by phase, keys startup_s/PHASE
-    )
+    # of the process's first step: rank 0's start by phase, keys startup_s/PHASE
+    startup_s: dict[str, float] | None = None
     recorded: dict[str, float] | None = None  # what else platform.metrics.record collected, by name: a key each
     expert_load_LE: list[list[int]] | None = None  # slots of each expert in each MoE layer; in expert_load.json alone
 
@@ -156,14 +152,6 @@ class MetricsWriter:
         """Closes the file."""
         self._file.close()
 
-    def __enter__(self) -> MetricsWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
 
 def open_steps(path: Path, resume_step: int) -> tuple[TextIO, list[dict[str, Any]]]:
     """Opens a file of JSON lines with a step each, to append to it, and makes its folder.
@@ -207,48 +195,3 @@ def _keep_up_to(path: Path, step: int) -> list[dict[str, Any]]:
         path, "".join(json.dumps(record) + "\n" for record in records if record and record["step"] <= step)
     )
     return [record for record in records if record and record["step"] > step]
-
-
-def plot_losses(metrics_path: str | Path, out_png: str | Path, title: str, uniform_nats: float) -> None:
-    """Draws training and validation loss over steps, and ``uniform_nats`` = ln(vocabulary), the loss of a guess.
-
-    Raises ConfigError without matplotlib, ValueError when there is no finite loss to draw.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError(
-            "the loss curve needs a package that is not installed: pip install matplotlib (extra [plot])"
-        ) from error
-    records = read_metrics(metrics_path)
-    train = [(record["step"], record["loss"]) for record in records if record.get("loss") is not None]
-    valid = [(record["step"], record["valid_loss"]) for record in records if record.get("valid_loss") is not None]
-    if not train:
-        raise ValueError(f"{metrics_path} holds no finite loss; train at least one step")
-
-    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")  # no pyplot: no global state, no display
-    axes = figure.add_subplot()
-    axes.axhline(uniform_nats, color="0.55", linestyle="--", linewidth=1)
-    axes.annotate(
-        f"uniform guess: ln(vocabulary) = {uniform_nats:.2f}",
-        xy=(1.0, uniform_nats),
-        xycoords=axes.get_yaxis_transform(),
-        xytext=(-6, 5),
-        textcoords="offset points",
-        ha="right",
-        color="0.35",
-    )
-    axes.plot(*zip(*train, strict=True), color="tab:blue", linewidth=1.2, label=f"training (last {train[-1][1]:.2f})")
-    if valid:
-        label = f"validation (last {valid[-1][1]:.2f})"
-        axes.plot(*zip(*valid, strict=True), color="tab:orange", marker="o", markersize=5, linewidth=1, label=label)
-    low = min(loss for _, loss in [*train, *valid])
-    high = max(uniform_nats, *(loss for _, loss in [*train, *valid]))
-    span = max(high - low, 0.1)
-    axes.set_ylim(max(0.0, low - 0.08 * span), high + 0.1 * span)
-    axes.set(title=title, xlabel="optimizer step", ylabel="cross-entropy (nats per token)")
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="lower left" if train[-1][1] > (low + high) / 2 else "center right")
-    Path(out_png).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out_png)

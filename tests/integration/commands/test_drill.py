@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from megatron.optimus.commands import drill
-from megatron.optimus.commands.drill_faults import FAULTS, children, ranks_of
+from megatron.optimus.commands.drill_faults import FAULTS
 
 
 def test_short_drill(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -32,28 +29,6 @@ def test_short_drill(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
             assert one["named"] in one["ranks"], one
     assert "| SIGKILL of a rank in a step | 1 |" in (tmp_path / "out" / "drill.md").read_text()
     assert not list((tmp_path / "out").glob("round-*"))  # only those with a broken promise are kept
-
-
-@pytest.mark.parametrize("is_forked", [True, False])
-def test_ranks_are_found_forked_or_not(is_forked: bool) -> None:
-    """A launcher on GPUs has ranks of its own, and a fork server that has refused and is not waited for."""
-    sleep = "import time; time.sleep(60)"
-    rank = [sys.executable, "-c", sleep, "megatron.optimus.pretrain"]
-    fork = f"import os; (os.fork() and os.fork()); {sleep}"  # two children
-    server = [sys.executable, "-c", fork if is_forked else "", "megatron.optimus.launcher.forkserver"]
-    program = f"import subprocess as s; a = [s.Popen(one) for one in {[server] if is_forked else [server, rank, rank]}]"
-    launcher = subprocess.Popen([sys.executable, "-c", f"{program}; {sleep}"])
-    try:
-        deadline = time.monotonic() + 30
-        while len(ranks_of(launcher.pid)) < 2 and time.monotonic() < deadline:
-            time.sleep(0.01)
-        own = children(launcher.pid)
-        assert ranks_of(launcher.pid) == (children(own[0]) if is_forked else own[1:])
-    finally:
-        for pid in [*ranks_of(launcher.pid), *children(launcher.pid)]:
-            subprocess.run(["kill", "-9", str(pid)], check=False)
-        launcher.kill()
-        launcher.wait()
 
 
 def test_faults_of_gpus_need_no_tcp(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from megatron.optimus.checkpoint import TensorSlice, global_ranges, load_newest, store
+from megatron.optimus.checkpoint import TensorSlice, global_ranges, load_newest, save, store
 
 DENSE_SHAPE = (7, 5)
 EXPERT_SHAPE = (4, 3, 5)
@@ -96,3 +96,24 @@ def lose_acknowledgements(monkeypatch, name):
         call(*arguments)
 
     monkeypatch.setattr(os, name, twice)
+
+
+def two_checkpoints(folder):
+    """Saves steps 1 and 2 with the same content, written at different layouts, but for one element."""
+    state = whole_state(1)
+    options = dict(kind="full", consumed_samples=8, config=CONFIG, metadata={})
+    first = save(folder, 1, owned(state), **options)
+    state["dense.weight", "master"][3, 2] += 0.5
+    every = [s for rank in range(4) for s in layout_slices(state, rank, 4, 2, interleaved=True, loading=False)]
+    return first, save(folder, 2, every, **options)
+
+
+def damage(path, *names):
+    """Flips a bit of each tensor of a checkpoint of ``whole_state(1)`` in one file."""
+    data = bytearray((path / "node-00000-0.safetensors").read_bytes())
+    for name in names:
+        state = whole_state(1)[name]
+        position = data.find(bytes(state.flatten().view(torch.uint8).numpy()))
+        assert position > 0
+        data[position + 1] ^= 8
+    (path / "node-00000-0.safetensors").write_bytes(data)

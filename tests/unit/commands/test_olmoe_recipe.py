@@ -19,7 +19,7 @@ from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.sources import read_sources
 from megatron.optimus.data.tokenize.tokenizer import train_bpe
 
-from .test_preprocess import ROOT
+from .programs import ROOT
 
 RECIPE = ROOT / "examples" / "data" / "olmoe_mix_0924"
 SPEC = importlib.util.spec_from_file_location("olmoe_recipe", RECIPE / "recipe.py")

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import resource
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,45 +13,14 @@ import pytest
 
 from megatron.optimus.data.indexed import IndexedDataset
 from megatron.optimus.data.tokenize.tokenizer import HuggingFaceTokenizer
+from tests.unit.commands.programs import call, command, failed
 
-ROOT = Path(__file__).resolve().parents[3]
 BYTES = ("--tokenizer-type", "ByteLevelTokenizer")
 IN_ORDER = ("--split-by", "position")
 
 
-def command(script: str, *arguments: object) -> list[str]:
-    return [sys.executable, str(ROOT / script), *map(str, arguments)]
-
-
-def call(script: str, *arguments: object, **options) -> subprocess.CompletedProcess[str]:
-    # from another folder and without PYTHONPATH: as a user with a plain checkout
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    options = {"capture_output": True, "text": True, "timeout": 120, "check": False} | options
-    return subprocess.run(command(script, *arguments), cwd="/", env=environment, **options)  # noqa: PLW1510
-
-
 def preprocess(*arguments: object, **options) -> subprocess.CompletedProcess[str]:
     return call("tools/preprocess_data.py", *arguments, **options)
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """4 MB: several batches for each worker."""
-    path = tmp_path_factory.mktemp("corpus") / "c.jsonl"
-    with open(path, "w") as stream:
-        for i in range(4000):
-            text = "" if i % 97 == 5 else f"{i}: " + "the same words again " * (i % 97)
-            stream.write(json.dumps({"text": text, "title": f"Title {i}"}) + "\n")
-    return path
-
-
-def failed(result: subprocess.CompletedProcess[str]) -> str:
-    """The one error line of a command that failed as it should."""
-    assert result.returncode == 1, result.stderr
-    assert "Traceback" not in result.stderr, result.stderr
-    errors = [line for line in result.stderr.splitlines() if "error:" in line]
-    assert len(errors) == 1, result.stderr
-    return errors[0]
 
 
 def test_from_corpus_to_tokens(corpus: Path, tmp_path: Path) -> None:
@@ -197,19 +164,6 @@ def test_stopped_in_the_middle(tmp_path: Path, sent: signal.Signals) -> None:
     while any(Path(f"/proc/{child}").exists() for child in children) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not [child for child in children if Path(f"/proc/{child}").exists()]
-
-
-def test_tokenizer_errors(corpus: Path, tmp_path: Path) -> None:
-    script = "tools/train_tokenizer.py"
-    assert "vocab_size=10" in failed(call(script, "--input", corpus, "--vocab-size", 10, "--output", tmp_path / "t"))
-    bad = tmp_path / "bad.jsonl"
-    bad.write_text('{"text": "a"}\n{"text"\n')
-    assert "bad.jsonl:2: not JSON" in failed(
-        call(script, "--input", bad, "--vocab-size", 300, "--output", tmp_path / "t")
-    )
-    assert [file.name for file in tmp_path.iterdir()] == ["bad.jsonl"]
-    skipped = call(script, "--input", bad, "--vocab-size", 300, "--output", tmp_path / "t", "--skip-malformed")
-    assert skipped.returncode == 0 and "1 malformed lines skipped" in skipped.stderr
 
 
 def test_earlier_outputs_are_not_replaced_without_a_word(corpus: Path, tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from megatron.optimus.commands import sweep
-from megatron.optimus.report.sweep import SweepRow, panel, table
 
 BASE = ["--", "--preset", "mula-tiny"]
 LOSSES = {"1e-3": 3.0, "1e-2": 2.0, "1e-1": 2.5}
@@ -137,16 +136,3 @@ def test_a_folder_of_other_options_is_refused(tmp_path: Path, runs: Runs, capsys
     assert sweep.main(grid(tmp_path)) == 0
     assert sweep.main([*grid(tmp_path), "--train-iters", "7"]) == 2
     assert "holds a run with other options" in capsys.readouterr().err and len(runs.started) == 3
-
-
-def test_table_and_picture_of_options_that_are_no_numbers() -> None:
-    found = [
-        SweepRow({"optimizer": name, "qk_layernorm": norm}, "done", 10, loss, valid)
-        for name, norm, loss, valid in [
-            ("adam", "true", 3.0, 3.5), ("muon", "true", 2.0, 3.6), ("adam", "false", 1.0, 3.7), ("lion", "true", 2, 4)
-        ]
-    ]  # fmt: skip
-    assert [line.split()[0] for line in table(found)].index("*") == 1  # by the validation loss
-    drawn = panel(found)
-    assert drawn.tick_labels == ("adam", "muon", "lion") and not drawn.is_log_x
-    assert drawn.lines["qk_layernorm=true"] == ([0.0, 1.0, 2.0], [3.5, 3.6, 4])

@@ -11,21 +11,16 @@ import io
 import json
 import random
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import xxhash
 
-from megatron.optimus.checkpoint import CheckpointError, save
+from megatron.optimus.checkpoint import CheckpointError
 from megatron.optimus.checkpoint.manifest import MANIFEST_NAME
-from megatron.optimus.checkpoint.slices import TensorSlice
-from megatron.optimus.config.schema import ConfigError, ModelConfig, RunConfig
-from megatron.optimus.config.serialize import to_dict
+from megatron.optimus.config.schema import ConfigError
 from megatron.optimus.convert import Options, convert
-from megatron.optimus.models.parameters import parameter_shapes
 from tests.unit.checkpoint.test_manifest import sealed
 
 _FILES = {  # format -> the files to damage, of each pattern one
@@ -40,30 +35,6 @@ _OPTIONS = {
     "zero": Options(names="hf-native-moe"),
     "universal": Options(names="hf"),
 }
-
-
-@pytest.fixture(scope="module")
-def ours(tmp_path_factory):
-    """A small MoE with masters and moments."""
-    config = ModelConfig(
-        num_layers=2,
-        hidden_size=8,
-        num_attention_heads=2,
-        vocab_size=16,
-        num_experts=2,
-        moe_ffn_hidden_size=4,
-        moe_router_topk=1,
-    )
-    draw = torch.Generator().manual_seed(1)
-    slices = [
-        TensorSlice(name, kind, shape, 0, size := int(torch.Size(shape).numel()), torch.rand(size, generator=draw))
-        for kind in ("master", "exp_avg", "exp_avg_sq")
-        for name, shape in parameter_shapes(config).items()
-    ]
-    folder = tmp_path_factory.mktemp("ours")
-    run = to_dict(RunConfig(model=config))
-    save(folder, 1, slices, kind="full", consumed_samples=8, config=run, metadata={})
-    return folder
 
 
 def tensors_of(folder: Path) -> dict[str, bytes]:
@@ -129,28 +100,6 @@ def test_a_model_larger_than_any_is_refused_before_it_is_described(ours, tmp_pat
         with pytest.raises((CheckpointError, ConfigError), match=r"num_layers=|hidden_size=") as caught:
             convert(source, tmp_path / "out", to=to)
         assert str(source) in str(caught.value) or "hidden_size=" in str(caught.value)
-
-
-_PROGRAM = """
-import sys
-from megatron.optimus.commands.convert import main
-ours, hf, zero = sys.argv[1:]
-assert main([ours, hf, "--to", "hf"]) == 0
-assert "deepspeed" not in sys.modules
-assert main([zero, hf, "--to", "hf", "--dry-run", "--overwrite"]) == 0
-assert "deepspeed" in sys.modules
-"""
-
-
-def test_what_deepspeed_says_when_it_is_imported_is_not_among_the_results(ours, tmp_path):
-    """And it is imported only for the formats that need it."""
-    convert(ours, tmp_path / "zero", to="zero", options=_OPTIONS["zero"])
-    words = [sys.executable, "-c", _PROGRAM, ours, tmp_path / "hf", tmp_path / "zero"]
-    done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[3])
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert lines[0].startswith("wrote ") and lines[-1].startswith("would write ") and len(lines) > 20
-    assert all(line.split()[1] in ("bfloat16", "float32") for line in lines[1:-1]), lines
 
 
 _JUNK = (None, -1, 1e300, "x", [], {"a": 1}, [1, 2], torch.zeros(3), torch.zeros(()), b"x", argparse.Namespace(a=1))

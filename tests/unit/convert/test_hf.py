@@ -3,7 +3,9 @@
 import json
 import logging
 import math
+import os
 import random
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -346,3 +348,51 @@ def test_random_configurations_give_the_same_logits(tmp_path, kind, seed):
         found = loaded(tmp_path / "back")(tokens).logits
     assert expected.abs().max() > 0.01
     assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def test_wrong_hf_folders(tmp_path):
+    hf_model("olmoe").save_pretrained(tmp_path / "hf")
+    content = tensors(tmp_path / "hf")
+    good = (tmp_path / "hf" / "model.safetensors").read_bytes()
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+
+    def refused(message, *, weights=None, config=config, index=None, error=CheckpointError):
+        folder = tmp_path / "bad"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(config))
+        if isinstance(weights, bytes):
+            (folder / "model.safetensors").write_bytes(weights)
+        elif weights is not None:
+            save_file(weights, folder / "model.safetensors")
+        if index is not None:
+            (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        with pytest.raises(error, match=message):
+            convert(folder, tmp_path / "out", to="optimus")
+        assert not (tmp_path / "out").exists()
+
+    refused("has neither model.safetensors nor .*pickle files")
+    refused("header is damaged", weights=good[:-3])
+    refused("lacks 1 tensors .*: lm_head.weight", weights={k: v for k, v in content.items() if k != "lm_head.weight"})
+    refused("has unexpected 1 tensors .*: extra", weights=content | {"extra": torch.zeros(1)})
+    refused("has shape .*, its configuration says", weights=content, config=config | {"vocab_size": 7})
+    mixed = dict(content)
+    mixed["model.layers.0.mlp.experts.1.up_proj.weight"] = mixed["model.layers.0.mlp.experts.1.up_proj.weight"].half()
+    refused("parts of layers.0.moe.experts.gate_up_weight have different dtypes", weights=mixed)
+    refused("model_type='gpt2'", weights=content, config=config | {"model_type": "gpt2"}, error=ConfigError)
+    for name in ("../hf/model.safetensors", "/etc/passwd", 5):
+        refused("is not the plain name", weights=content, index={"weight_map": {"a": name}})
+    for value in (["model.safetensors"], [], {}, 3, None):
+        refused("is not the plain name", weights=content, index={"weight_map": {"a": value}})
+    refused("weight_map is missing", weights=content, index={})
+    with pytest.raises(CheckpointError, match="no such folder"):
+        convert(tmp_path / "nothing", tmp_path / "out", to="hf")
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "model.safetensors.index.json"])
+def test_a_pipe_in_a_hugging_face_folder_is_an_error_and_no_wait(tmp_path, name):
+    hf_model("olmo").save_pretrained(tmp_path / "hf")
+    (tmp_path / "hf" / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / "hf" / name)
+    with pytest.raises(CheckpointError, match=r"not a regular file|has no|holds no"):
+        open_source(tmp_path / "hf")

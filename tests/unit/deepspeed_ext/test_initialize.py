@@ -1,4 +1,4 @@
-"""Arguments of deepspeed_ext.initialize; tests/distributed/test_zero_behaviour.py and others build whole engines."""
+"""Arguments of deepspeed_ext.initialize; the test of the same name on ranks builds whole engines."""
 
 from __future__ import annotations
 

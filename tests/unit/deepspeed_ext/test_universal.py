@@ -1,4 +1,4 @@
-"""Universal checkpoints: the tag, and DeepSpeed's loss scaler; tests/distributed/test_zero_universal.py loads them."""
+"""Universal checkpoints: the tag, and DeepSpeed's loss scaler."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,16 @@ from megatron.optimus.config.schema import (
     TokenizerType,
 )
 from megatron.optimus.config.serialize import to_dict
+from megatron.optimus.data.indexed import IndexedDatasetWriter
+from megatron.optimus.data.tokenize.identity import TokenizerIdentity, write_identity
+from megatron.optimus.data.tokenize.tokenizer import ByteLevelTokenizer
 from megatron.optimus.inference.load import TextModel, load_text_model
 from megatron.optimus.models.decoder import Decoder
 from megatron.optimus.platform.ranks import Ranks
 from tests.unit.checkpoint.test_state import FakeOptimizer
 
+DOCUMENTS, WORDS = 60, 20  # words of a document, such as "d7w12"
+OPTIONS = ["--words", "8", "--items", "30", "--split", "50,50,0"]
 SHAPE: dict[str, Any] = dict(
     num_layers=2,
     hidden_size=32,
@@ -85,3 +91,21 @@ def loaded(path: Path, ranks: Ranks | None = None, **parallel: int) -> TextModel
 def prompts(count: int, longest: int = 20, seed: int = 1) -> list[list[int]]:
     generator = random.Random(seed)
     return [[generator.randrange(256) for _ in range(generator.randint(1, longest))] for _ in range(count)]
+
+
+def text_of(document: int) -> str:
+    return " ".join(f"d{document}w{word}" for word in range(WORDS)) + "\n"
+
+
+def pair_of_documents(folder: Path) -> Path:
+    """A pair with its tokenizer's identity; documents from 30 on and a part of one before are its second half."""
+    prefix, tokenizer = folder / "corpus", ByteLevelTokenizer()
+    with IndexedDatasetWriter(prefix, "uint16") as writer:
+        for document in range(DOCUMENTS):
+            writer.add_document([*tokenizer.encode(text_of(document)), tokenizer.eod_id])
+    write_identity(str(prefix), TokenizerIdentity.of(TokenizerType.BYTE, None))
+    return prefix
+
+
+def read_questions(folder: Path, task: str, name: str = "test") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / f"{task}.{name}.jsonl").read_text().splitlines()]

@@ -2,68 +2,30 @@
 
 from __future__ import annotations
 
-import json
-import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from megatron.optimus.commands.make_tasks import main
-from megatron.optimus.config.schema import TokenizerType
-from megatron.optimus.data.indexed import IndexedDatasetWriter
-from megatron.optimus.data.tokenize.identity import TokenizerIdentity, write_identity
-from megatron.optimus.data.tokenize.tokenizer import ByteLevelTokenizer
-from megatron.optimus.inference.held_out import NUM_EXAMPLES, TASKS
-from megatron.optimus.inference.score import score
-from megatron.optimus.inference.tasks import Variant, find_tasks, load_tasks, run_tasks, scores
-from tests.unit.inference.cases import checkpoint, loaded
+from megatron.optimus.inference.held_out import NUM_EXAMPLES
+from tests.unit.inference.cases import DOCUMENTS, OPTIONS, read_questions, text_of
 
 pytest.importorskip("lm_eval")
-
-DOCUMENTS, WORDS = 60, 20  # words of a document, such as "d7w12"
-OPTIONS = ["--words", "8", "--items", "30", "--split", "50,50,0"]
-
-
-def text_of(document: int) -> str:
-    return " ".join(f"d{document}w{word}" for word in range(WORDS)) + "\n"
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A pair with its tokenizer's identity; documents from 30 on and a part of one before are its second half."""
-    prefix, tokenizer = tmp_path_factory.mktemp("data") / "corpus", ByteLevelTokenizer()
-    with IndexedDatasetWriter(prefix, "uint16") as writer:
-        for document in range(DOCUMENTS):
-            writer.add_document([*tokenizer.encode(text_of(document)), tokenizer.eod_id])
-    write_identity(str(prefix), TokenizerIdentity.of(TokenizerType.BYTE, None))
-    return prefix
-
-
-@pytest.fixture(scope="module")
-def tasks(pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("made")
-    assert main([str(pair), "--out", str(folder), *OPTIONS]) == 0
-    return folder
-
-
-def read(folder: Path, task: str, name: str = "test") -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / f"{task}.{name}.jsonl").read_text().splitlines()]
 
 
 def test_they_are_made_of_the_held_out_documents_alone(tasks: Path) -> None:
     held_out = {text_of(document) for document in range(31, DOCUMENTS)}  # 30 lies across the border of the halves
-    assert {line["text"] for line in read(tasks, "held_out_text")} == held_out
-    passages = [line["context"] + line["target"] for line in read(tasks, "held_out_cloze")]
-    examples = [line["context"] + line["target"] for line in read(tasks, "held_out_cloze", "train")]
+    assert {line["text"] for line in read_questions(tasks, "held_out_text")} == held_out
+    passages = [line["context"] + line["target"] for line in read_questions(tasks, "held_out_cloze")]
+    examples = [line["context"] + line["target"] for line in read_questions(tasks, "held_out_cloze", "train")]
     assert len(passages) == 30 and len(examples) == NUM_EXAMPLES and not {*passages} & {*examples}
     for passage in (*passages, *examples):
         assert len(passage.split()) == 8 and any(passage in text for text in held_out)
-    assert all(len(line["target"].split()) == 1 for line in read(tasks, "held_out_cloze"))
+    assert all(len(line["target"].split()) == 1 for line in read_questions(tasks, "held_out_cloze"))
 
 
 def test_one_of_four_choices_goes_on_and_the_others_are_of_other_documents(tasks: Path) -> None:
-    lines = read(tasks, "held_out_choice")
+    lines = read_questions(tasks, "held_out_choice")
     for line in lines:
         texts = [line["context"] + choice for choice in line["choices"]]
         own = line["context"].partition("w")[0]
@@ -77,51 +39,8 @@ def test_the_seed_alone_decides(pair: Path, tasks: Path, tmp_path: Path) -> None
     for name, words in {"same": [], "other": ["--seed", "7"]}.items():
         assert main([str(pair), "--out", str(tmp_path / name), *OPTIONS, *words]) == 0
     for task in ("held_out_cloze", "held_out_choice"):
-        assert read(tmp_path / "same", task) == read(tasks, task) != read(tmp_path / "other", task)
-
-
-def test_the_harness_asks_what_the_files_say(
-    tasks: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Scores are those of the log-likelihoods of the lines; with few-shot an example stands before each question."""
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    model = loaded(checkpoint(tmp_path / "model", "dense"))
-    found = load_tasks(find_tasks(TASKS, tasks, "--tasks"))
-    results = scores(run_tasks(model, found, batch_size=8))
-
-    def logprob(context: str, continuation: str) -> tuple[float, bool]:
-        encoded = model.tokenizer.encode(context), model.tokenizer.encode(continuation)
-        [told] = score(model, [[*encoded[0], *encoded[1]]], batch_size=1)
-        count = len(encoded[1])
-        return math.fsum(told.logprobs[-count:]), all(told.is_greedy[-count:])
-
-    asked = [logprob(line["context"], line["target"]) for line in read(tasks, "held_out_cloze")]
-    mean = math.fsum(one for one, _ in asked) / len(asked)
-    assert results["held_out_cloze"]["perplexity,none"] == pytest.approx(math.exp(-mean), rel=1e-5)
-    assert results["held_out_cloze"]["acc,none"] == sum(greedy for _, greedy in asked) / len(asked)
-    right = []
-    for line in read(tasks, "held_out_choice"):
-        chances = [logprob(line["context"], choice)[0] for choice in line["choices"]]
-        right.append(chances.index(max(chances)) == line["answer"])
-    assert results["held_out_choice"]["acc,none"] == pytest.approx(sum(right) / len(right))
-    assert 2 < results["held_out_text"]["bits_per_byte,none"] < 20
-    shots = run_tasks(model, found, batch_size=8, limit=2, variant=Variant(1), samples=True)["samples"]
-    examples = [line["context"] + line["target"] for line in read(tasks, "held_out_cloze", "train")]
-    for sample in shots["held_out_cloze"]:
-        example, _, question = sample["arguments"][0][0].partition("\n\n")
-        assert example in examples and question == sample["doc"]["context"]
-
-
-def test_what_cannot_be_made_is_one_line(pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    one = tmp_path / "one.jsonl"
-    one.write_text(json.dumps({"text": "few words"}) + "\n")
-    corpus = [str(pair), "--out", str(tmp_path)]
-    for words, message in {
-        (str(one), "--out", str(tmp_path)): "1 texts have 0 passages of 48 words; 20 are needed at least",
-        (str(tmp_path / "none"), "--out", str(tmp_path)): f"{tmp_path / 'none'}: no such file",
-        (*corpus, "--part", "test"): "no whole document is in the test split (969,30,1)",
-        (*corpus, "--tokenizer-model", str(tmp_path / "gone")): "gone",
-    }.items():
-        assert main(words) == 2
-        error = capsys.readouterr().err
-        assert message in error and error.count("\n") == 1, error
+        assert (
+            read_questions(tmp_path / "same", task)
+            == read_questions(tasks, task)
+            != read_questions(tmp_path / "other", task)
+        )

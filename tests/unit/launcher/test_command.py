@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import replace
+
 import pytest
 
 from megatron.optimus.config.schema import ConfigError
 from megatron.optimus.launcher.cluster import AURORA, GENERIC, Allocation, BatchSystem
 from megatron.optimus.launcher.command import LaunchMethod, LaunchOptions, Mpi, build_launch
+from megatron.optimus.platform import environment
 
 PBS = Allocation(BatchSystem.PBS, tuple(f"x{n}.hostmgmt.site" for n in range(5)))
+THREE = Allocation(BatchSystem.PBS, PBS.hosts[:3])
 SLURM = Allocation(BatchSystem.SLURM, ("g1", "g2", "g3"), devices_per_node=8)
 NOWHERE = Allocation(BatchSystem.NONE, ())
 
@@ -154,3 +159,37 @@ def test_every_run_has_a_port_of_its_own_unless_one_is_given() -> None:
 def test_what_cannot_be_started(allocation: Allocation, launch_options: LaunchOptions, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build_launch(allocation, launch_options, [], {})
+
+
+def test_one_agent_a_node_with_all_its_cores() -> None:
+    for allocation, options, expected in (
+        (THREE, LaunchOptions(mpi=Mpi.PALS, cpu_bind="list:0-3:4-7"), "-n 3 --ppn 1 --hostfile F --cpu-bind none"),
+        (THREE, LaunchOptions(mpi=Mpi.MPICH), "-genvall -n 3 -ppn 1 -f F -disable-auto-cleanup"),
+        (SLURM, LaunchOptions(), "--nodes 3 --ntasks 3 --ntasks-per-node 1 --kill-on-bad-exit=0 --no-kill --overlap"),
+    ):
+        started = build_launch(allocation, replace(options, nproc_per_node=2), [], {})
+        assert started.why_no_agents({}) == ""
+        words = started.agent_command(allocation.hosts, "F", "cpu")
+        assert expected in " ".join(words)
+        assert words[-4:] == [sys.executable, "-m", "megatron.optimus.launcher.node_agent", "cpu"]
+    words = build_launch(THREE, LaunchOptions(nproc_per_node=2, mpi=Mpi.OPENMPI), [], {}).agent_command(
+        THREE.hosts, "F", "cpu"
+    )
+    passed = {words[i + 1] for i, word in enumerate(words) if word == "-x"}
+    assert passed >= set(environment.AGENT_VARIABLES)
+
+
+def test_where_mpiexec_itself_has_to_start_the_ranks() -> None:
+    aurora = build_launch(THREE, LaunchOptions(system=AURORA), [], {})
+    assert "CCL_ATL_TRANSPORT=mpi needs ranks that mpiexec has started" in aurora.why_no_agents({})
+    own = {"CCL_ATL_TRANSPORT": "ofi", "CCL_PROCESS_LAUNCHER": "none", "CCL_KVS_MODE": "pmi"}
+    own |= {"CCL_KVS_USE_MPI_RANKS": "0"}
+    without = build_launch(THREE, LaunchOptions(system=AURORA), [], own)
+    assert without.why_no_agents(own) == ""
+    assert without.agent_cores()[:2] == [[2, 3, 4], [10, 11, 12]] and len(without.agent_cores()) == 12
+    bound = build_launch(THREE, LaunchOptions(nproc_per_node=2, cpu_bind="depth"), [], {})
+    assert "--cpu-bind=depth is for mpiexec" in bound.why_no_agents({})
+    assert build_launch(SLURM, LaunchOptions(nproc_per_node=2, method=LaunchMethod.TORCHRUN), [], {}).why_no_agents({})
+    for text, problem in (("list:0-1", "has cores for 1 ranks"), ("list:0:x", "'x' is not of the form")):
+        with pytest.raises(ConfigError, match=problem):
+            build_launch(THREE, LaunchOptions(nproc_per_node=2, cpu_bind=text), [], {}).agent_cores()

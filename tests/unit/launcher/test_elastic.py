@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megatron.optimus import launch
 from megatron.optimus.config.load import load
 from megatron.optimus.config.schema import ConfigError
 from megatron.optimus.launch import main
@@ -78,3 +81,28 @@ def test_one_line_before_anything_starts(
     assert main([*run, *words]) == 2
     error = capsys.readouterr().err
     assert expected in error and error.count("\n") == 1
+
+
+def test_without_agents_too_an_attempt_has_the_layout_of_its_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[tuple[list[str], dict[str, str]]] = []
+    monkeypatch.setattr(launch.shutil, "which", str)
+    monkeypatch.setattr(launch, "run_monitored", lambda command, env, *_: started.append((command, env)))
+
+    def restart_with_two(attempt_on: Callable[[Sequence[str]], object], *_: Any) -> int:
+        attempt_on(["x0", "x1", "x2", "x3"])
+        attempt_on(["x0", "x2"])
+        return 0
+
+    monkeypatch.setattr(launch, "run_with_restarts", restart_with_two)
+    (tmp_path / "nodes").write_text("x0\nx1\nx2\nx3\n")
+    monkeypatch.setenv("PBS_NODEFILE", str(tmp_path / "nodes"))
+    run = "--nproc-per-node 1 --max-restarts 1 --min-nodes 2 --launcher torchrun --global-batch-size 8".split()
+    memory = "--memory-checkpoint-interval 2 --expert-model-parallel-size 4 --data-path corpus".split()
+    assert main([*run, *MODEL, *memory, "--run-dir", str(tmp_path / "run")]) == 0
+    (of_four, env), (of_two, env_of_two) = started
+    flag = "--expert-model-parallel-size"
+    assert [words[len(words) - words[::-1].index(flag)] for words in (of_four, of_two)] == ["4", "2"]
+    assert env["OPTIMUS_MEMORY_FOLDER"] == env_of_two["OPTIMUS_MEMORY_FOLDER"]
+    assert env["OPTIMUS_RENDEZVOUS_TOKEN"] != env_of_two["OPTIMUS_RENDEZVOUS_TOKEN"]

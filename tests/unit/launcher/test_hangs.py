@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron.optimus.launcher import hangs
-from megatron.optimus.launcher.hangs import HangWatch
+from megatron.optimus.launcher.hangs import HangWatch, RankFacts, describe
 from megatron.optimus.platform import environment, heartbeat
 from megatron.optimus.platform.heartbeat import Beat
 
@@ -106,7 +106,10 @@ def test_a_stopped_rank_is_named_and_not_those_that_wait(tmp_path: Path, short_l
         os.kill(ranks.pids[0], signal.SIGSTOP)
         text = ranks.found(watch)
         # The stopped one went on to write its stack: neither it nor the other goes on with the run.
-        assert [hangs._state(pid) for pid in ranks.pids] == ["T", "T"]
+        deadline = time.monotonic() + 10  # a process takes a signal when it next gets a core
+        while (states := [hangs._state(pid) for pid in ranks.pids]) != ["T", "T"] and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert states == ["T", "T"]
     finally:
         ranks.close()
     assert text.startswith(f"rank 0 (process {ranks.pids[0]}): stopped by a signal (SIGSTOP) for ")
@@ -162,10 +165,22 @@ def test_limits_are_learned() -> None:
     assert fixed.limit(beat(9, 5, 30.0)) == 7.0
 
 
-def test_without_a_launcher_a_beat_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(environment.AGENT_FOLDER, raising=False)
-    heartbeat.connect(0)
-    began = time.perf_counter()
-    for _ in range(10_000):
-        heartbeat.beat("optimizer step", 3)
-    assert time.perf_counter() - began < 1.0
+def facts(rank: int, *, count: int = 7, waits: str | None = "all_reduce", stopped: bool = False) -> RankFacts:
+    return RankFacts(
+        rank, 100 + rank, stopped, True, count, f" in phase {count}", True, waits, "f (a.py:1)", f"x{rank}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "named"),
+    [
+        ([facts(0), facts(1), facts(2, waits=None)], 2),  # alone outside of a collective, though none is behind
+        ([facts(0), facts(1, count=6), facts(2)], 1),  # all wait: the one behind
+        ([facts(0, count=6, waits=None), facts(1), facts(2, stopped=True)], 2),  # stopped: whatever the others do
+    ],
+)
+def test_the_rank_that_hangs_is_named_over_all_nodes(ranks: list[RankFacts], named: int) -> None:
+    rank, text = describe(ranks, Path("stacks"))
+    assert rank == named
+    assert text.startswith(f"rank {named} (process {100 + named} on node x{named}): ")
+    assert text.endswith("; the other ranks wait in all_reduce; stacks of all ranks: stacks")

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from megatron.optimus.config.checks import check
 from megatron.optimus.config.family import Family
 from megatron.optimus.config.rank_plan import rank_plans
 from megatron.optimus.config.schema import ModelConfig
-from megatron.optimus.models.activations import CPU, layer_parts
+from megatron.optimus.models.activations import CPU, CUDA, layer_parts
 from megatron.optimus.models.work import layer_work
 from megatron.optimus.planner.memory import memory_of
 from tests.helpers import run_distributed
 from tests.unit.planner.cases import HAS_PIPELINES, MOE, SHARED, alone_in_worlds, bytes_kept, peaks_of_parts, run
+from tests.unit.planner.test_plan import ROOT
 
 KEPT = {
     1: [
@@ -112,3 +115,14 @@ def test_what_a_familys_attention_keeps_is_counted(monkeypatch: pytest.MonkeyPat
     (saved, traffic), own = counted(), rank.tokens * 7 * 4 // 2
     monkeypatch.setattr("megatron.optimus.config.family._load", lambda name: Keeping())
     assert counted() == (saved + own, pytest.approx(traffic + 5 * own))
+
+
+def test_limits_of_the_kernels_are_those_of_ops() -> None:
+    """Read, not imported: Triton is not everywhere."""
+    for file, name, limit in (
+        ("norm", "MAX_WIDTH", CUDA.norm_width),
+        ("router_statistics", "MAX_EXPERTS", CUDA.router_experts),
+    ):
+        text = (ROOT / f"megatron/optimus/ops/triton/{file}.py").read_text()
+        found = re.search(rf"^{name} = ([\d*]+)", text, re.M)
+        assert found and eval(found[1]) == limit, file

@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from megatron.optimus.config.family import ParameterKind, layer_parameters
+from megatron.optimus.config.load import load
 from megatron.optimus.config.schema import ModelConfig, Normalization, ParallelConfig, QKNormScope
 from megatron.optimus.models.decoder import Decoder
-from megatron.optimus.models.parameters import gradient_order, parameter_spec, parameters
+from megatron.optimus.models.huggingface.config import model_config_from_hf
+from megatron.optimus.models.parameters import count_parameters, gradient_order, parameter_spec, parameters
 from tests.helpers import run_distributed
 
 BASE = dict(num_layers=3, hidden_size=16, num_attention_heads=4, num_query_groups=2, vocab_size=32)
@@ -76,3 +78,43 @@ def test_dims_are_those_that_the_program_splits() -> None:
     [found, _] = run_distributed(split_dims, 2)
     for config, dims in zip(configs(), found, strict=True):
         assert {name: spec.split_dim for name, spec in parameters(config).items()} == dims, config
+
+
+TOTALS = {
+    "mula-1b": (1_279_787_008, 1_279_787_008),
+    "mula-7b-a1b": (6_919_161_856, 1_282_017_280),
+    "mula-20b-a2b": (20_076_824_576, 2_360_084_480),
+    "mula-100b-a7b": (99_987_557_376, 7_578_651_648),
+    "mula-220b-a10b": (220_205_681_664, 10_020_719_616),
+    "olmo-1b": (1_176_764_416, 1_176_764_416),
+    "olmoe-1b-7b": (6_919_161_856, 1_282_017_280),
+}
+
+
+@pytest.mark.parametrize("preset", TOTALS)
+def test_exact_totals(preset: str) -> None:
+    counts = count_parameters(load(["--preset", preset]).config.model)
+    assert (counts.total, counts.active) == TOTALS[preset]
+
+
+def test_exact_totals_with_shared_experts_are_those_of_transformers() -> None:
+    """Qwen1.5-MoE-A2.7B, the defaults of its configuration: 60 experts of which 4 are chosen."""
+    transformers = pytest.importorskip("transformers")
+    defaults = transformers.Qwen2MoeConfig()
+    model = model_config_from_hf(defaults.to_dict())
+    with torch.device("meta"):
+        whole = transformers.Qwen2MoeForCausalLM(defaults).num_parameters()
+    experts = 24 * 60 * 3 * 2048 * 1408
+    counts = count_parameters(model)
+    assert (counts.total, counts.active, counts.expert) == (whole, whole - experts * 56 // 60, experts)
+    assert (whole, counts.active) == (14_315_784_192, 2_689_173_504)
+
+
+def test_exact_totals_with_dense_layers_are_those_of_transformers() -> None:
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.Qwen3MoeConfig(num_hidden_layers=5, mlp_only_layers=[0, 3], num_experts=16)
+    with torch.device("meta"):
+        whole = transformers.Qwen3MoeForCausalLM(theirs).num_parameters()
+    counts = count_parameters(model_config_from_hf(theirs.to_dict()))
+    experts = 3 * 16 * 3 * 2048 * 768
+    assert (counts.total, counts.active, counts.expert) == (whole, whole - experts // 2, experts)

@@ -11,6 +11,8 @@ from megatron.optimus import ops
 from megatron.optimus.config.schema import LoadBalancing, ModelConfig, ScoreFunction
 from megatron.optimus.moe.router import Router, load_balancing_loss, updated_expert_bias
 
+transformers = pytest.importorskip("transformers")
+
 
 def config(**changes: object) -> ModelConfig:
     small = dict(
@@ -133,3 +135,19 @@ def test_the_fp32_product_keeps_the_tokens_in_their_own_dtype(dtype: torch.dtype
     ops.route(logits_TE, torch.eye(logits_TE.shape[1]), 2)[0].weights_TK.square().sum().backward()
     assert torch.equal(x_TD.grad, twin.grad)
     assert torch.equal(layer.weight.grad, weight.grad)
+
+
+def test_auxiliary_loss_equals_transformers_for_one_layer() -> None:
+    """transformers pools layers; for a single layer its loss and ours are the same quantity."""
+    from transformers.models.olmoe.modeling_olmoe import load_balancing_loss_func
+
+    from megatron.optimus.moe.router import load_balancing_loss
+    from megatron.optimus.ops import router_statistics
+    from megatron.optimus.ops.reference import router_topk
+
+    torch.manual_seed(1)
+    logits_TE = torch.randn(50, 8)
+    routing = router_topk(logits_TE, 3)
+    statistics = router_statistics(logits_TE, routing.scores_TE, routing.indices_TK)
+    ours = load_balancing_loss(statistics.share_E, statistics.counts_E, 50)
+    torch.testing.assert_close(ours, load_balancing_loss_func((logits_TE,), 8, 3))

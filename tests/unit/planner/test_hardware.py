@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from megatron.optimus.config.schema import ConfigError
 from megatron.optimus.models.activations import CUDA, XPU
-from megatron.optimus.planner.hardware import MACHINES, Figure, machine_named, machine_of_device, read_machine
+from megatron.optimus.planner.hardware import (
+    AURORA,
+    MACHINES,
+    Figure,
+    machine_named,
+    machine_of_device,
+    read_machine,
+)
+from megatron.optimus.planner.report import figures
+from megatron.optimus.platform.device import peak_flops
 
 FOLDER = Path(__file__).resolve().parents[3] / "megatron/optimus/planner/systems"
-
-
-def figures(machine: Any) -> dict[str, Figure]:
-    return {name: value for name, value in vars(machine).items() if isinstance(value, Figure)}
 
 
 def test_presets_say_where_each_figure_is_from() -> None:
@@ -111,3 +116,12 @@ def test_unknown_machines() -> None:
         machine_named("h300")
     with pytest.raises(ConfigError, match=r"nowhere\.yaml"):
         machine_named("nowhere.yaml")
+
+
+def test_every_constant_has_a_source_and_peaks_agree_with_the_trainers() -> None:
+    for machine in MACHINES.values():
+        assert all(figure.value > 0 and figure.source for figure in figures(machine).values())
+        device = {"aurora": "Intel(R) Data Center GPU Max 1550"}.get(machine.name, machine.device)
+        if machine.name != "max1550":  # whose devices have the name of Aurora's, which have fewer cores
+            assert machine.peak.value == peak_flops(device, torch.bfloat16)
+    assert not any(figure.is_measured for figure in figures(AURORA).values())

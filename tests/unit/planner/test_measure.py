@@ -37,15 +37,6 @@ def test_measured_and_planned(
     assert "not measured by us" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["mine.txt", "nowhere/mine.yaml"])
-def test_a_file_that_cannot_be_written_is_refused_before_measuring(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
-) -> None:
-    monkeypatch.setattr(measure, "measured_yaml", lambda log: pytest.fail("measured"))
-    assert command.main(["--measure", str(tmp_path / name)]) == 2
-    assert capsys.readouterr().err.startswith(f"error: --measure={tmp_path / name}: ")
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator")
 def test_rates_of_an_accelerator_are_those_of_one() -> None:

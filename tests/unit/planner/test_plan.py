@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import json
 import re
 import statistics
@@ -14,28 +13,22 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
 
-from megatron.optimus.commands import plan as plan_command
 from megatron.optimus.config.checks import check
 from megatron.optimus.config.costs import OperationCounts, flops_per_token
 from megatron.optimus.config.load import load
 from megatron.optimus.config.rank_plan import rank_plans
 from megatron.optimus.config.schema import ConfigError
 from megatron.optimus.models.activations import CUDA
-from megatron.optimus.models.parameters import num_parameters
 from megatron.optimus.models.work import shared_work
 from megatron.optimus.moe.traffic import dispatcher_traffic, rows_needed
 from megatron.optimus.parallel.pipeline_stages import stage_plan
 from megatron.optimus.planner.communication import collectives
-from megatron.optimus.planner.hardware import AURORA, H200, MACHINES
+from megatron.optimus.planner.hardware import AURORA, H200
 from megatron.optimus.planner.memory import memory_of
 from megatron.optimus.planner.plan import plan
-from megatron.optimus.planner.report import figures
 from megatron.optimus.planner.search import search
 from megatron.optimus.planner.step_time import busy, compute_seconds, micro_batch_work, seconds, step_time
-from megatron.optimus.planner.weak_scaling import PAPER, weak_scaling
-from megatron.optimus.platform.device import peak_flops
 
 ROOT = Path(__file__).resolve().parents[3]
 SYMMETRIC = (
@@ -80,21 +73,6 @@ def test_peaks_and_steps_measured_on_h200_are_predicted() -> None:
             assert memory.peak == pytest.approx(result["peak_bytes"], rel=0.05), result["case"]
         step = statistics.median(result["step_s"][2:])
         assert step_time(members, machine).total == pytest.approx(step, rel=0.10), result["case"]
-
-
-def test_gradients_that_wait_in_stage_2s_first_backward_are_a_peak_where_activations_are_few() -> None:
-    words = "--preset mula-7b-a1b --zero-stage 2 --seq-length 4096 --global-batch-size 128 --micro-batch-size "
-    [share], [larger] = (rank_plans(load(f"{words}{size}".split()).config, 16) for size in (1, 8))
-    few, many = memory_of(share), memory_of(larger)
-    bf16 = 2 * num_parameters(share)
-    assert few.pool == many.pool
-    assert few.worst.name == "first backward, end"
-    assert bf16 < few.peak - few.states.total - few.buffers < bf16 + few.pool
-    assert many.worst.name == "layer 16 of 16, experts, backward"
-    moments = [moment for moment in few.moments if moment.name.startswith("first backward, layer")]
-    layer = bf16 // share.num_layers
-    waiting = [after.temporaries - before.temporaries for before, after in itertools.pairwise(moments)]
-    assert len(moments) == 16 and all(0.8 * layer < more < layer for more in waiting)  # without the vocabulary's
 
 
 @pytest.mark.parametrize("name", ["1b", "7b_a1b", "20b_a2b", "100b_a7b", "220b_a10b"])
@@ -260,111 +238,9 @@ def test_a_pipeline_of_dense_layers_and_experts_has_the_programs_layers_and_all_
     assert counted == pytest.approx(flops_per_token(model, 4096), rel=1e-12)
 
 
-def test_weak_scaling_falls_and_levels_off() -> None:
-    points = weak_scaling(load("--preset mula-220b-a10b".split()).config, AURORA)
-    efficiencies = [point.efficiency for point in points]
-    assert [point.plan.world_size for point in points] == list(PAPER)
-    assert efficiencies[0] == 1.0
-    assert efficiencies == sorted(efficiencies, reverse=True)
-    assert efficiencies[-1] > 0.85
-    assert all(point.plan.ranks[0].micro_batches == 8 for point in points)
-
-
-def test_every_constant_has_a_source_and_peaks_agree_with_the_trainers() -> None:
-    for machine in MACHINES.values():
-        assert all(figure.value > 0 and figure.source for figure in figures(machine).values())
-        device = {"aurora": "Intel(R) Data Center GPU Max 1550"}.get(machine.name, machine.device)
-        if machine.name != "max1550":  # whose devices have the name of Aurora's, which have fewer cores
-            assert machine.peak.value == peak_flops(device, torch.bfloat16)
-    assert not any(figure.is_measured for figure in figures(AURORA).values())
-
-
 def test_symmetric_memory_is_nobody_s_concern_where_nothing_travels() -> None:
     config = load(f"{SYMMETRIC.replace('--top 0', '')} 1".split()).config
     assert plan(config, 4, AURORA).time.total > 0
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (
-            f"{SYMMETRIC} 16 --world-size 16",
-            "symmetric needs the 16 ranks that share the experts on one node of 8; use allgather or alltoall",
-        ),
-        (f"{SYMMETRIC} 4 --world-size 4 --system aurora", "symmetric needs GPUs of CUDA, which aurora has not; use"),
-        (
-            f"{SYMMETRIC.replace('symmetric', 'hierarchical')} 8 --world-size 8",
-            "hierarchical needs experts over several nodes: the 8 ranks of a node must be 2 or more",
-        ),
-        ("--preset mula-1b --system summit", "--system='summit' is unknown; use a100, aurora, b200, h100, h200,"),
-        ("--preset mula-1b --nodes none", "--nodes='none' must be a whole number of 1 or more"),
-        ("--preset mula-1b --nodes \N{SUPERSCRIPT TWO}", "must be a whole number"),
-        ("--preset mula-1b --nodes", "--nodes needs a value"),
-        ("--preset mula-1b --world-size 99999999999", "99,999,999,999 ranks are more than the 1,000,000"),
-        ("--preset mula-1b --nodes 2 --world-size 8", "--nodes=2 of h200 are 16 ranks, but --world-size=8"),
-        ("--preset mula-1b --wolrd-size 8", "did you mean --world-size?"),
-        ("--preset mula-tiny --world-size 7 --check-build", "could not be built: global_batch_size=16 must be"),
-        ("--preset mula-1b --hidden 4", "unknown option --hidden"),
-        (
-            "--preset mula-1b --global-batch-size 8 --pipeline-model-parallel-size 3 --top 0",
-            "must divide the number of",
-        ),
-        ("--preset mula-1b --zero-stage 3 --global-batch-size 8 --top 0", "zero_stage=3 is not planned here"),
-        ("--preset mula-220b-a10b --weak-scaling /dev/null/x", "cannot write /dev/null/x.md: Not a directory"),
-    ],
-)
-def test_bad_input_is_one_clear_error(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert plan_command.main(words.split()) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and message in error and error.count("\n") == 1
-
-
-def test_the_command_line_shows_a_plan_and_its_json(capsys: pytest.CaptureFixture[str]) -> None:
-    main = plan_command.main
-    words = "--preset mula-220b-a10b --nodes 1024 --system aurora --global-batch-size 12288 --top 0".split()
-    words += "--recompute-modules moe attention norm".split()
-    assert main([*words, "--explain"]) == 0
-    text = capsys.readouterr().out
-    assert text.splitlines()[0].endswith("recompute moe+attention+norm")
-    for part in ("pp 8, ep 12, dp 1536", "not measured by us", "optimizer states", "tokens to experts", "MFU"):
-        assert part in text
-    assert main([*words, "--json"]) == 0
-    made = json.loads(capsys.readouterr().out)["plan"]
-    assert made["fits"] and len(made["memory"]) == 8 and made["time"]["step_s"] > 0
-    assert made["memory"][0]["in_flight"] == 8 and made["memory"][7]["in_flight"] == 1
-
-
-def test_the_best_layout_comes_as_options_that_give_it(capsys: pytest.CaptureFixture[str]) -> None:
-    main = plan_command.main
-    words = "--preset mula-20b-a2b --nodes 2 --system aurora --global-batch-size 96".split()  # stages, chunks, experts
-    main([*words, "--top", "1"])
-    best, options = capsys.readouterr().out.split("\n  1. ")[1].split("\n")[:2]
-    assert main([*words, "--top", "0", *options.removeprefix("the first as options: ").split()]) == 0
-    assert capsys.readouterr().out.splitlines()[0].endswith(best.rsplit(": ", 1)[1])
-
-
-def test_sizes_that_leave_nothing_to_try_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    words = "--preset mula-7b-a1b --nodes 1 --pipeline-model-parallel-size 5"
-    assert plan_command.main(words.split()) == 2
-    assert "the sizes named on the command line do not divide 8 ranks" in capsys.readouterr().out
-
-
-def test_the_papers_curve_stands_beside_its_own_model_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for preset, paper in (("mula-220b-a10b", "97%"), ("mula-7b-a1b", "")):
-        assert plan_command.main(["--preset", preset, "--weak-scaling", str(tmp_path / "v1.2")]) == 0
-        assert capsys.readouterr().out.splitlines()[3].split("|")[-2].strip() == paper
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["v1.2.md", "v1.2.png"]
-
-
-def test_no_plan_needs_torch() -> None:
-    import subprocess
-
-    code = (
-        "import sys; from megatron.optimus.commands import plan; "
-        "plan.main('--preset mula-7b-a1b --nodes 1 --system aurora --top 1'.split()); "
-        "assert 'torch' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, timeout=60)
 
 
 def test_a_configuration_error_of_the_trainer_is_the_planners() -> None:

@@ -5,7 +5,6 @@ import random
 
 import pytest
 
-from megatron.optimus.commands.plan import main
 from megatron.optimus.config.load import load
 from megatron.optimus.planner.hardware import AURORA
 from megatron.optimus.planner.reliability import (
@@ -92,14 +91,3 @@ def test_recovery_in_memory_is_best_and_large_jobs_are_hit_hardest() -> None:
         assert 0 < disk < launcher < memory < 1
     shares = [row.predictions[2].share for row in rows]
     assert shares == sorted(shares, reverse=True)
-
-
-def test_the_table_and_what_is_refused(tmp_path, capsys) -> None:
-    pytest.importorskip("matplotlib")
-    words = ["--preset", "mula-220b-a10b", "--system", "aurora"]
-    assert main([*words, "--nodes", "100", "--mtbf-hours", "6300", "--effective-time", str(tmp_path / "out")]) == 0
-    shown = capsys.readouterr().out
-    assert shown.startswith("| ranks | nodes | failure every |") and "| 1,200 | 100 | 63 h |" in shown
-    assert (tmp_path / "out.md").read_text() == shown and (tmp_path / "out.png").stat().st_size > 1000
-    assert main([*words, "--mtbf-hours", "0"]) == 2 and "must be 0.1 to 1e7" in capsys.readouterr().err
-    assert main([*words, "--effective-time", "x"]) == 2 and "needs --mtbf-hours" in capsys.readouterr().err

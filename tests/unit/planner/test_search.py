@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 
 import pytest
@@ -80,16 +79,3 @@ def test_a_larger_batch_that_does_not_fit_or_that_the_run_does_not_allow() -> No
     assert bubble_hint(short).endswith(
         "over 4 pipeline stages; no batch with a multiple of these that the run allows makes it 10%; use fewer stages"
     )
-
-
-def test_the_list_and_json_have_it(capsys: pytest.CaptureFixture[str]) -> None:
-    tool = plan_command
-    words = f"{SMALL} --global-batch-size 16 --world-size 8 --tensor-model-parallel-size 1 --top 2".split()
-    assert tool.main(words) == 0
-    text = capsys.readouterr().out
-    assert text.count("over 4 pipeline stages; --global-batch-size") == 2 and "\nthe first has bubble" in text
-    assert tool.main([*words, "--json"]) == 0
-    made = json.loads(capsys.readouterr().out)
-    times = [one["time"] for one in (made["plan"], *made["search"]["best"])]
-    assert [time["bubble_hint"] is not None for time in times] == [time["bubble_share"] > 0.20 for time in times]
-    assert f"\n{times[0]['bubble_hint']}\n" in text and f"\nthe first has {times[1]['bubble_hint']}\n" in text

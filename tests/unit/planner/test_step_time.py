@@ -4,22 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 
 import pytest
-import torch
 
-from megatron.optimus.config.costs import FP32
 from megatron.optimus.config.load import load
 from megatron.optimus.config.rank_plan import rank_plans
-from megatron.optimus.config.schema import Recompute
-from megatron.optimus.models.activations import CUDA, Kernels
-from megatron.optimus.models.work import FUSED, layer_work, router_training_work
-from megatron.optimus.planner.hardware import AURORA, H200
-from megatron.optimus.planner.memory import memory_of
+from megatron.optimus.planner.hardware import H200
 from megatron.optimus.planner.optimizer_state import flat_buffers
-from megatron.optimus.planner.step_time import compute_seconds, step_time, update_work
-from megatron.optimus.planner.weak_scaling import table, weak_scaling, with_paper_settings
+from megatron.optimus.planner.step_time import step_time, update_work
 from tests.distributed.curves import MODEL
 from tests.unit.planner.test_plan import ROOT, script
 
@@ -85,52 +77,6 @@ def test_steps_of_few_tokens_take_as_long_as_their_host(model: str) -> None:
     assert found and planned.launching > 0 and planned.total * 1e3 == pytest.approx(float(found[1]), rel=within)
 
 
-def test_what_norms_and_router_losses_keep_is_measured() -> None:
-    """Peaks of a step with torch's operations and with our kernels: all that differs is what they keep."""
-    steps = script("benchmarks/planner_steps.py")
-    raw = json.loads((ROOT / "benchmarks/results/training_step_720m_h200.json").read_text())
-    older, now, _ = (result["peak_bytes"] for result in raw["results"])
-    words = steps.training_step.words("moe-720m", steps.Options(**raw["options"]))
-    [rank] = rank_plans(steps.run_config(words, torch.device("cuda")), 1)
-    predicted = [memory_of(rank, machine.kernels).peak for machine in (steps.SEPARATE_NORMS, H200)]
-    assert predicted == pytest.approx([older, now], rel=0.003)
-    assert predicted[0] - predicted[1] == pytest.approx(older - now, rel=0.06)
-    layers, tokens, heads = 12, 64 * 1024, 16
-    assert older - now >= FP32 * tokens * layers * (2 * heads + 2), "a number a row of queries, keys and two norms"
-
-
-def test_norm_and_rope_of_queries_and_keys_are_one_pass_each_way() -> None:
-    """Where the program has no such kernel (clipped values, TensorParallelRMSNorm, other devices), RoPE is apart."""
-
-    def traffic(words: str, kernels: Kernels, world: int = 1) -> tuple[float, int]:
-        words = f"--preset mula-7b-a1b --micro-batch-size 4 --expert-model-parallel-size 1 --device cuda {words}"
-        [rank, *_] = rank_plans(load(words.split()).config, world)
-        return layer_work(rank, frozenset(), kernels, is_moe=True).memory_bytes, rank.queries + rank.keys
-
-    separate = replace(CUDA, norm_width=0)
-    for words, world, is_one in (
-        ("", 1, True),
-        ("--qk-layernorm-scope head", 1, True),
-        ("--no-qk-layernorm", 1, False),
-        ("--clip-qkv 8", 1, False),
-        ("--tensor-model-parallel-size 2 --global-batch-size 8", 2, False),
-        ("--tensor-model-parallel-size 2 --global-batch-size 8 --qk-layernorm-scope head", 2, True),
-    ):
-        (now, inner), (then, _) = traffic(words, CUDA, world), traffic(words, separate, world)
-        assert then - now == (FUSED.rope * inner if is_one else 0), words
-
-
-def test_limits_of_the_kernels_are_those_of_ops() -> None:
-    """Read, not imported: Triton is not everywhere."""
-    for file, name, limit in (
-        ("norm", "MAX_WIDTH", CUDA.norm_width),
-        ("router_statistics", "MAX_EXPERTS", CUDA.router_experts),
-    ):
-        text = (ROOT / f"megatron/optimus/ops/triton/{file}.py").read_text()
-        found = re.search(rf"^{name} = ([\d*]+)", text, re.M)
-        assert found and eval(found[1]) == limit, file
-
-
 def test_the_documents_long_sequences_are_what_is_planned_today() -> None:
     long = script("benchmarks/planner_long.py")
     cases = json.loads(long.RAW.read_text())["cases"]
@@ -141,46 +87,11 @@ def test_the_documents_long_sequences_are_what_is_planned_today() -> None:
     assert len(fits) == 12 and [case for case in fits if not fits[case]] == [("mula-100b-a7b", 2**20, "aurora")]
 
 
-def test_the_documents_curve_is_the_raw_files() -> None:
-    raw = (ROOT / "benchmarks/results/weak_scaling_220b_aurora_model.md").read_text()
-    assert raw in PAGE.read_text()
-    config = load("--preset mula-220b-a10b".split()).config
-    curves = {"": weak_scaling(with_paper_settings(config), AURORA), " ": weak_scaling(config, AURORA)}
-    assert table(curves).splitlines()[2:] == raw.splitlines()[2:], "run optimus plan --weak-scaling again"
-
-
 def test_results_left_out_exist() -> None:
     steps = script("benchmarks/planner_steps.py")
     for file, variant in [*steps.SUPERSEDED, *steps.TAKEN]:
         text = (steps.RESULTS / file).read_text()
         assert f'"variant": "{variant}"' in text if variant else "layout_speed" in text, (file, variant)
-
-
-def test_the_documents_table_of_peaks_is_that_of_the_raw_file(capsys: pytest.CaptureFixture[str]) -> None:
-    benchmark = script("benchmarks/planner_memory.py")
-    assert benchmark.compare(ROOT / "benchmarks/results/planner_memory_h200.json")
-    made: dict[str, set[str]] = {}
-    for line in capsys.readouterr().out.splitlines()[2:]:
-        case, _, numbers = line.strip("| ").split(" | ", 2)
-        made.setdefault(case, set()).add(numbers)
-    rows = re.findall(r"^\| ([\w-]+)(?:, stage \d)? \| (\d.* \| [+-]\d+\.\d% \| .*%) \|$", PAGE.read_text(), re.M)
-    assert {case for case, _ in rows} == set(made)
-    for case, numbers in rows:
-        assert numbers in made[case], case
-
-
-def test_a_router_takes_time_and_is_not_recomputed() -> None:
-    words = "--preset mula-7b-a1b --micro-batch-size 4 --seq-length 4096 --recompute-modules "
-    [rank] = rank_plans(load(words.split()).config, 1)
-    router = router_training_work(rank, CUDA)
-    tokens, width, experts = 4 * 4096, 2048, 64
-    assert router.gemm_flops == 14 * tokens * width * experts
-    assert 5 * 2 * tokens * width < router.memory_bytes < 10 * 2 * tokens * width, "a few passes over the tokens"
-    none, every = (layer_work(rank, frozenset(chosen), is_moe=True) for chosen in ((), Recompute))
-    assert every.gemm_flops - none.gemm_flops == pytest.approx((none.gemm_flops - router.gemm_flops) / 3)
-    dense = layer_work(rank, frozenset(), is_moe=False)
-    share = compute_seconds(router, rank, H200) / compute_seconds(none, rank, H200)
-    assert 0.005 < share < 0.05 and dense.experts == 0
 
 
 def test_what_muon_updates_by_adamw_has_two_moments() -> None:

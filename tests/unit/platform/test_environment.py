@@ -3,6 +3,7 @@
 import os
 import sys
 import types
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -166,3 +167,32 @@ def test_set_default_leaves_the_users_value(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("OPTIMUS_TEST_A", "user")
     environment.set_default("OPTIMUS_TEST_A", "ours")
     assert os.environ["OPTIMUS_TEST_A"] == "user"
+
+
+@pytest.mark.parametrize(
+    "started",
+    [
+        {"PALS_RANKID": "5", "PALS_LOCAL_RANKID": "1", "PALS_LOCAL_SIZE": "2", "PMIX_RANK": "5"},
+        {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"},
+        {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
+        | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
+        {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_NODEID": "2"}
+        | {"SLURM_STEP_TASKS_PER_NODE": "2(x4)", "SLURM_STEP_NODELIST": "g[1-4]"},
+    ],
+    ids=["pals", "mpich", "openmpi", "srun"],
+)
+def test_a_rank_of_an_agent_is_told_what_mpiexec_would_tell_it(
+    started: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Number, place and devices of rank 5, the second on the third of four nodes."""
+    common = {"WORLD_SIZE": "8", "MASTER_ADDR": "x0", "MASTER_PORT": "29500", "ZE_FLAT_DEVICE_HIERARCHY": "FLAT"}
+    common |= {"CUDA_VISIBLE_DEVICES": "0,1", "SLURM_JOB_ID": "77"}
+    old = environment.detect({**common, **started})
+    # The agent is process 2, alone on its node.
+    ones = {"PALS_RANKID": "2", "PMIX_RANK": "2", "PMI_RANK": "2", "OMPI_COMM_WORLD_RANK": "2", "SLURM_PROCID": "2"}
+    of_agent = {name: ones.get(name, "0" if "LOCAL" in name else "4") for name in started}
+    monkeypatch.setattr(os, "environ", {**common, **of_agent, environment.JOB_TOKEN: "secret"})
+    env = environment.for_agents_rank(5, 1, 2, {"OPTIMUS_RENDEZVOUS_TOKEN": "t", "WORLD_SIZE": "8"})
+    new = environment.detect(env)
+    assert {**asdict(new), "launcher": None} == {**asdict(old), "launcher": None}
+    assert env.items() >= common.items() and not started.keys() & env.keys() and environment.JOB_TOKEN not in env

@@ -3,14 +3,15 @@
 import logging
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from megatron.optimus import cli
 from megatron.optimus.platform import log
-from megatron.optimus.platform.log import setup
+from megatron.optimus.platform.exit_codes import USER_ERROR
+from megatron.optimus.platform.log import prints_errors, setup
 
 
 @pytest.fixture(autouse=True)
@@ -94,3 +95,34 @@ def test_no_command_echoes_escapes(
     assert (code == 0) is ("--dry-run" in words), printed
     assert "31mred" in printed.out + printed.err
     assert not log._UNPRINTABLE.search(printed.out + printed.err)
+
+
+@prints_errors(KeyError, code=7)
+@prints_errors(FileNotFoundError, ValueError)
+def command(argv: Sequence[str] | None = None) -> int:
+    """Fails as its word says."""
+    errors = {"value": ValueError("not\na number"), "key": KeyError("name"), "bug": TypeError("a bug")}
+    for word in argv or ():
+        raise errors[word]
+    return 3
+
+
+def test_errors_of_the_named_kinds_are_one_line_and_the_exit_code_of_their_kind(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert command(["value"]) == USER_ERROR
+    assert capsys.readouterr().err == "error: not\\na number\n"
+    assert command(["key"]) == 7
+    assert capsys.readouterr().err == "error: 'name'\n"
+    assert command() == 3 and not capsys.readouterr().err
+
+
+def test_an_error_of_another_kind_is_raised() -> None:
+    with pytest.raises(TypeError, match="a bug"):
+        command(["bug"])
+
+
+def test_durations_are_in_words_that_fit_their_length() -> None:
+    given = (-1, 12.4, 59.6, 3599, 3723, 86399, 86399.6, 200000)
+    expected = ["0:00", "0:12", "1:00", "59:59", "1:02:03", "23:59:59", "1d00h", "2d07h"]
+    assert [log.duration(seconds) for seconds in given] == expected

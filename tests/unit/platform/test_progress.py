@@ -36,13 +36,13 @@ def test_lines_in_a_pipe(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.
         progress.update(0.5, "7 documents")
         time.sleep(0.2)
         progress.update(None, "choosing")
-        assert progress.line() == "work: choosing, 0:00:00 elapsed"
+        assert progress.line() == "work: choosing, 0:00 elapsed"
     time.sleep(0.2)
     out, lines = capfd.readouterr()
     assert not out
     assert lines.splitlines() == [
-        "work: starting, 0:00:00 elapsed",
-        "work: 50.0 %, 7 documents, 0:00:00 elapsed, 0:00:00 left",
+        "work: starting, 0:00 elapsed",
+        "work: 50.0 %, 7 documents, 0:00 elapsed, 0:00 left",
     ]
 
 

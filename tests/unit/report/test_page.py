@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron.optimus import cli
 from megatron.optimus.report.page import page, write_report_of_run
 from megatron.optimus.report.read import read_run
 
@@ -66,27 +65,6 @@ def test_runs_of_all_kinds_give_a_page(make_run: Callable[..., Path], tmp_path: 
     assert [run["name"] for run in data["runs"]] == [f"{tmp_path.name}/first", "other/first", OLD.name, "begun"]
     assert [run["facts"]["step"] for run in data["runs"]][1:] == [1, 8, 0]
     assert data["runs"][3]["notes"] and not data["runs"][2]["notes"]
-
-
-def test_the_command(make_run: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder, other = make_run(), make_run("second", seed=2)
-    assert cli.main(["report", str(folder)]) == 0
-    assert capsys.readouterr().out == f"{folder / 'report.html'}\n" and (folder / "report.html").exists()
-    out = tmp_path / "both.html"
-    (other / "samples.jsonl").unlink()
-    (other / "samples.jsonl").symlink_to("/etc/hostname")
-    assert cli.main(["report", str(folder), str(other), "--out", str(out)]) == 0
-    said = capsys.readouterr().err
-    assert said.startswith("note: ") and said.count("\n") == 1 and "samples.jsonl cannot be read" in said
-    assert len(data_of(out.read_text(encoding="utf-8"))["runs"]) == 2
-    for words, message in (
-        ([str(tmp_path / "none")], "no such folder"),
-        ([str(folder), "--out", str(tmp_path / "no" / "x.html")], "cannot be written: No such file"),
-        ([], "arguments are required: RUN"),
-    ):
-        assert cli.main(["report", *words]) == 2
-        said = capsys.readouterr().err
-        assert message in said and said.count("\n") == 1 and said.startswith("error: ")
 
 
 def test_a_run_too_long_for_the_end_of_a_run(make_run: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,15 +4,14 @@ import json
 import logging
 import math
 import os
-import sys
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron.optimus.config.schema import ConfigError
-from megatron.optimus.training.metrics import MetricsWriter, StepMetrics, plot_losses, read_metrics
+from megatron.optimus.training.metrics import MetricsWriter, StepMetrics, read_metrics
 
 KEYS = [
     "step",
@@ -59,7 +58,7 @@ def metrics(step: int, **changes: Any) -> StepMetrics:
 
 
 def write_steps(folder: Path, first: int, last: int, resume_step: int = 0) -> list[dict[str, Any]]:
-    with MetricsWriter(folder, resume_step) as writer:
+    with closing(MetricsWriter(folder, resume_step)) as writer:
         for step in range(first, last + 1):
             writer.write(metrics(step))
     return read_metrics(folder / "metrics.jsonl")
@@ -70,7 +69,7 @@ def steps(records: list[dict[str, Any]]) -> list[int]:
 
 
 def test_keys_and_exact_values(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path / "new" / "run") as writer:
+    with closing(MetricsWriter(tmp_path / "new" / "run")) as writer:
         writer.write(metrics(1, loss=0.1 + 0.2))
         writer.write(metrics(2, valid_loss=3.5))
         writer.write(metrics(3, peak_memory_gib=1.5))
@@ -88,7 +87,7 @@ def test_keys_and_exact_values(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_nonfinite_numbers_are_null_and_said_so(tmp_path: Path, value: float) -> None:
-    with MetricsWriter(tmp_path) as writer:
+    with closing(MetricsWriter(tmp_path)) as writer:
         writer.write(metrics(1, loss=value))
         writer.write(metrics(2, valid_loss=value))
     text = (tmp_path / "metrics.jsonl").read_text()
@@ -177,34 +176,8 @@ def test_lines_are_standard_json(tmp_path: Path) -> None:
     json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=refuse)
 
 
-def test_loss_curve(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    with MetricsWriter(tmp_path) as writer:
-        for step in range(1, 41):
-            loss = math.nan if step == 3 else 4 + 4 * math.exp(-step / 9)
-            writer.write(metrics(step, loss=loss, valid_loss=loss + 0.1 if step % 10 == 0 else None))
-    picture = tmp_path / "pictures" / "loss.png"
-    plot_losses(tmp_path / "metrics.jsonl", picture, "run", math.log(4096))
-    data = picture.read_bytes()
-    assert data.startswith(b"\x89PNG") and len(data) > 10_000
-
-
-def test_a_run_without_a_finite_loss_has_no_curve(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    with MetricsWriter(tmp_path) as writer:
-        writer.write(metrics(1, loss=math.nan))
-    with pytest.raises(ValueError, match="no finite loss"):
-        plot_losses(tmp_path / "metrics.jsonl", tmp_path / "loss.png", "run", 8.3)
-
-
-def test_a_loss_curve_without_matplotlib_names_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ConfigError, match=r"pip install matplotlib"):
-        plot_losses(tmp_path / "metrics.jsonl", tmp_path / "loss.png", "run", 8.3)
-
-
 def test_recorded_metrics_are_keys_of_their_own(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path) as writer:
+    with closing(MetricsWriter(tmp_path)) as writer:
         writer.write(metrics(1, recorded={"attention/entropy": 1.5, "bad": math.inf}))
     [line] = read_metrics(tmp_path / "metrics.jsonl")
     assert line["attention/entropy"] == 1.5 and line["bad"] is None and line["nonfinite"] is True

@@ -284,7 +284,7 @@ def _of_tokens(recipe: dict[str, str]) -> dict[str, str]:
     return {name: value for name, value in recipe.items() if name != "skip_malformed"}
 
 
-def fingerprint(kind: TokenizerType, model: str | None) -> str:
+def hash_tokenizer(kind: TokenizerType, model: str | None) -> str:
     """Hashes a tokenizer's files: a partition made with another tokenizer must not be taken for done.
 
     Args:

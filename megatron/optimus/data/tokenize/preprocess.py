@@ -51,7 +51,7 @@ from megatron.optimus.data.tokenize.corpus import (
     read_batches,
 )
 from megatron.optimus.data.tokenize.identity import TokenizerIdentity, write_identity
-from megatron.optimus.data.tokenize.partitions import Partition, PartitionPlan, fingerprint
+from megatron.optimus.data.tokenize.partitions import Partition, PartitionPlan, hash_tokenizer
 from megatron.optimus.data.tokenize.pretoken_cache import Ids
 from megatron.optimus.data.tokenize.shuffle import RunWriter, text_hashes
 from megatron.optimus.data.tokenize.tokenizer import HuggingFaceTokenizer, Tokenizer, build_tokenizer
@@ -86,11 +86,11 @@ class PreprocessReport:
         """Adds the counts of documents, tokens and bytes of another report."""
         for prefix, tokens in other.tokens.items():
             self.tokens[prefix] = self.tokens.get(prefix, 0) + tokens
-        self.documents += other.documents
-        self.empty_documents += other.empty_documents
-        self.malformed += other.malformed
-        self.empty_files += other.empty_files
-        self.input_bytes += other.input_bytes
+        for name in _COUNTS:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+
+_COUNTS = ("documents", "empty_documents", "malformed", "empty_files", "input_bytes")  # that a partition's mark keeps
 
 
 @dataclass(frozen=True)
@@ -264,7 +264,6 @@ def preprocess(
         DataError: names what is wrong with input, tokenizer, earlier output or disk.
         ConfigError: the options are impossible.
     """
-    started = time.monotonic()
     _check_options(workers, rank, world_size, json_keys, seed)
     shuffle_seed = seed if shuffle or split_by is SplitBy.HASH else None
     paths, tokenizer_type = expand_inputs(inputs), _settle_type(tokenizer_type, tokenizer_model)
@@ -273,13 +272,13 @@ def preprocess(
         *(tokenizer_type, tokenizer_model, tuple(json_keys), append_eod, skip_malformed),
         *(token_dtype(identity.vocab_size), max_line_bytes, shuffle_seed, parse_special_tokens),
     )
-    plan = _plan(paths, output_prefix, options, partitions, per_file, world_size > 1, split_by)
+    hash_splits, shared = split_by is SplitBy.HASH, world_size > 1
+    plan = _plan(options, paths, output_prefix, partitions, hash_splits=hash_splits, per_file=per_file, shared=shared)
     if not (mine := plan.share(rank, world_size)):
         return PreprocessReport(merged=False)
     plan.begin([] if overwrite else mine)
-    options = _with_fastokens(options, tokenizer, mine[0])
-    report = _process(plan, mine, options, identity, workers, started, show_progress, log_interval)
-    return replace(report, seconds=time.monotonic() - started)
+    work = _Preprocessing(plan, mine, _with_fastokens(options, tokenizer, mine[0]), show_progress, log_interval)
+    return work.run(workers, identity)
 
 
 def _read_tokenizer(kind: TokenizerType, model: str | None, parse_special: bool) -> tuple[Tokenizer, TokenizerIdentity]:
@@ -305,61 +304,20 @@ def _with_fastokens(options: _WorkerOptions, tokenizer: Tokenizer, partition: Pa
 
 
 def _plan(
-    paths: Sequence[Path],
-    output_prefix: str,
-    options: _WorkerOptions,
-    partitions: int | None,
-    per_file: bool,
-    shared: bool,
-    split_by: SplitBy,
+    options: _WorkerOptions, paths: Sequence[Path], output_prefix: str, partitions: int | None, **flags: bool
 ) -> PartitionPlan:
-    """The partitions of the input, with what their tokens depend on."""
-    described = {
+    """The partitions of the input, with what their tokens depend on; ``flags`` are those of ``PartitionPlan``."""
+    recipe = {
         "tokenizer_type": options.tokenizer_type,
-        "tokenizer_model": fingerprint(options.tokenizer_type, options.tokenizer_model),
+        "tokenizer_model": hash_tokenizer(options.tokenizer_type, options.tokenizer_model),
         "keys": options.keys,
         "append_eod": options.append_eod,  # but not skip_malformed: a part without malformed lines is the same with it
         "dtype": options.dtype.name,
         **({} if options.shuffle_seed is None else {"shuffle": options.shuffle_seed}),
         **({"parse_special_tokens": True} if options.parse_special_tokens else {}),
     }
-    return PartitionPlan(
-        paths,
-        output_prefix,
-        keys=options.keys,
-        recipe=described,
-        skip_malformed=options.skip_malformed,
-        partitions=partitions,
-        per_file=per_file,
-        shared=shared,
-        shuffle_seed=options.shuffle_seed,
-        hash_splits=split_by is SplitBy.HASH,
-    )
-
-
-def _process(
-    plan: PartitionPlan,
-    mine: Sequence[Partition],
-    options: _WorkerOptions,
-    identity: TokenizerIdentity,
-    workers: int,
-    started: float,
-    show_progress: Callable[[PreprocessReport], None] | None,
-    log_interval: int | None,
-) -> PreprocessReport:
-    """Writes the partitions of this process that are not done, and joins all if it is the last."""
-    missing = [partition for partition in mine if not plan.is_done(partition)]
-    report = PreprocessReport(partitions_found=len(mine) - len(missing))
-    try:
-        _encode_partitions(plan, missing, options, workers, report, started, show_progress, log_interval)
-        report = _finish(plan, mine, report, options.dtype, show_progress)
-    except BaseException:
-        plan.abandon()
-        raise
-    if report.merged:
-        for prefix in report.tokens:
-            write_identity(prefix, identity)
-    return report
+    kept = {"keys": options.keys, "skip_malformed": options.skip_malformed, "shuffle_seed": options.shuffle_seed}
+    return PartitionPlan(paths, output_prefix, recipe=recipe, partitions=partitions, **kept, **flags)  # type: ignore[arg-type]
 
 
 def _check_options(workers: int, rank: int, world_size: int, json_keys: Sequence[str], seed: int) -> None:
@@ -381,33 +339,6 @@ def _settle_type(kind: TokenizerType | None, model: str | None) -> TokenizerType
     return kind
 
 
-def _finish(
-    plan: PartitionPlan,
-    mine: Sequence[Partition],
-    own: PreprocessReport,
-    dtype: np.dtype[Any],
-    show_progress: Callable[[PreprocessReport], None] | None,
-) -> PreprocessReport:
-    """Joins the partitions if all are done, and reports on the whole output. Raises DataError if it has no tokens."""
-    is_joined = plan.uses_folder and not plan.per_file
-    if is_joined and not plan.all_done():
-        own.merged = False
-        return own
-    partitions = mine if plan.per_file else plan.partitions
-    total = PreprocessReport(partitions_done=own.partitions_done, partitions_found=own.partitions_found)
-    for partition in partitions:
-        total.add(_load_report(plan, partition))
-    _check_tokens(total, plan, partitions)
-    if is_joined:
-
-        def show(fraction: float) -> None:
-            if show_progress is not None:
-                show_progress(replace(total, progress=fraction, merging=True))
-
-        plan.merge(dtype, show)
-    return total
-
-
 def _check_tokens(report: PreprocessReport, plan: PartitionPlan, partitions: Sequence[Partition]) -> None:
     """Raises DataError unless there are tokens for every key; a single file of many may have none."""
     for key in plan.keys:
@@ -420,55 +351,99 @@ def _check_tokens(report: PreprocessReport, plan: PartitionPlan, partitions: Seq
             )
 
 
+class _Preprocessing:
+    """The work of this process: encodes its partitions that are not done, and joins all if it is the last."""
+
+    def __init__(
+        self,
+        plan: PartitionPlan,
+        partitions: Sequence[Partition],
+        options: _WorkerOptions,
+        show_progress: Callable[[PreprocessReport], None] | None,
+        log_interval: int | None,
+    ) -> None:
+        self._plan, self._partitions, self._options = plan, partitions, options
+        self._show_progress, self._log_interval = show_progress or (lambda report: None), log_interval
+        self._started = time.monotonic()
+        self._report = PreprocessReport()  # on the partitions of this process
+
+    def run(self, workers: int, identity: TokenizerIdentity) -> PreprocessReport:
+        """Does it all, in so many worker processes; returns what ``preprocess`` does."""
+        missing = [partition for partition in self._partitions if not self._plan.is_done(partition)]
+        self._report.partitions_found = len(self._partitions) - len(missing)
+        try:
+            if missing:
+                self._encode(missing, workers)
+            report = self._finish()
+        except BaseException:
+            self._plan.abandon()
+            raise
+        if report.merged:
+            for prefix in report.tokens:
+                write_identity(prefix, identity)
+        return replace(report, seconds=time.monotonic() - self._started)
+
+    def _encode(self, partitions: Sequence[Partition], workers: int) -> None:
+        """Writes the pairs of ``partitions``, one after the other."""
+        to_read, read = sum(partition.num_bytes for partition in partitions), 0
+        # spawned, not forked: the tokenizer library's threads do not survive a fork
+        context, options = multiprocessing.get_context("spawn"), self._options
+        pool = ProcessPoolExecutor(workers, context, _start_worker, (options,))
+        with ExitStack() as stack:
+            stack.callback(pool.shutdown, wait=True, cancel_futures=True)
+            output: _PartitionOutput | None = None
+            try:
+                for partition, position, encoded in _encode_all(
+                    pool, partitions, options, _BATCHES_PER_WORKER * workers
+                ):
+                    if output is None:
+                        output = stack.enter_context(_PartitionOutput(self._plan, partition, options))
+                    if encoded is None:
+                        output.report.empty_files += output.is_empty
+                        output.commit(self._report)
+                        read += partition.num_bytes
+                        output = None
+                        continue
+                    before = self._report.documents + output.report.documents
+                    output.write(encoded, self._report.malformed)
+                    self._show(output.report, before, (read + position) / max(1, to_read))
+            except BrokenProcessPool as error:
+                raise DataError(
+                    f"{self._plan.output_prefix}: a worker process died, most likely for lack of memory; use fewer "
+                    "--workers"
+                ) from error
+
+    def _show(self, partition: PreprocessReport, before: int, progress: float) -> None:
+        """Tells of a batch of the partition in hand; ``before``: documents before it."""
+        now = replace(self._report, tokens=dict(self._report.tokens), seconds=time.monotonic() - self._started)
+        now.add(partition)
+        now.progress = progress
+        self._show_progress(now)
+        if self._log_interval is not None and now.documents // self._log_interval > before // self._log_interval:
+            log_progress(now)
+
+    def _finish(self) -> PreprocessReport:
+        """Joins the partitions if all are done; reports on the whole output. Raises DataError if it has no tokens."""
+        plan, own = self._plan, self._report
+        is_joined = plan.uses_folder and not plan.per_file
+        if is_joined and not plan.all_done():
+            own.merged = False
+            return own
+        partitions = self._partitions if plan.per_file else plan.partitions
+        total = PreprocessReport(partitions_done=own.partitions_done, partitions_found=own.partitions_found)
+        for partition in partitions:
+            total.add(_load_report(plan, partition))
+        _check_tokens(total, plan, partitions)
+        if is_joined:
+            show = self._show_progress
+            plan.merge(self._options.dtype, lambda fraction: show(replace(total, progress=fraction, merging=True)))
+        return total
+
+
 def _load_report(plan: PartitionPlan, partition: Partition) -> PreprocessReport:
     counts = {"empty_files": 0, **plan.counts(partition)}
     tokens = {plan.final_prefix(partition, key): number for key, number in counts["tokens"].items()}
-    names = ("documents", "empty_documents", "malformed", "empty_files", "input_bytes")
-    return PreprocessReport(tokens=tokens, **{name: counts[name] for name in names})
-
-
-def _encode_partitions(
-    plan: PartitionPlan,
-    partitions: Sequence[Partition],
-    options: _WorkerOptions,
-    workers: int,
-    report: PreprocessReport,
-    started: float,
-    show_progress: Callable[[PreprocessReport], None] | None,
-    log_interval: int | None,
-) -> None:
-    """Writes the pairs of ``partitions``, one after the other, and adds their counts to ``report``."""
-    if not partitions:
-        return
-    to_read, read = sum(partition.num_bytes for partition in partitions), 0
-    # spawned, not forked: the tokenizer library's threads do not survive a fork
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start_worker, (options,))
-    with ExitStack() as stack:
-        stack.callback(pool.shutdown, wait=True, cancel_futures=True)
-        output: _PartitionOutput | None = None
-        try:
-            for partition, position, encoded in _encode_all(pool, partitions, options, _BATCHES_PER_WORKER * workers):
-                if output is None:
-                    output = stack.enter_context(_PartitionOutput(plan, partition, options))
-                if encoded is None:
-                    output.report.empty_files += output.is_empty
-                    output.commit(report)
-                    read += partition.num_bytes
-                    output = None
-                    continue
-                before = report.documents + output.report.documents
-                output.write(encoded, report.malformed)
-                now = replace(report, tokens=dict(report.tokens), seconds=time.monotonic() - started)
-                now.add(output.report)
-                now.progress = (read + position) / max(1, to_read)
-                if show_progress is not None:
-                    show_progress(now)
-                if log_interval is not None and now.documents // log_interval > before // log_interval:
-                    log_progress(now)
-        except BrokenProcessPool as error:
-            raise DataError(
-                f"{plan.output_prefix}: a worker process died, most likely for lack of memory; use fewer --workers"
-            ) from error
+    return PreprocessReport(tokens=tokens, **{name: counts[name] for name in _COUNTS})
 
 
 class _PartitionOutput(ExitStack):
@@ -515,8 +490,7 @@ class _PartitionOutput(ExitStack):
         if self._runs is not None:
             self._runs.flush()
             runs = {"runs": self._runs.num_runs}
-        names = ("documents", "empty_documents", "malformed", "empty_files", "input_bytes")
-        counts = {name: getattr(self.report, name) for name in names}
+        counts = {name: getattr(self.report, name) for name in _COUNTS}
         tokens = dict(zip(self._plan.keys, self.report.tokens.values(), strict=True))
         counts |= {"tokens": tokens, **runs}
         if self._runs is not None and self._plan.per_file:

@@ -10,21 +10,18 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
-import os
 import pkgutil
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from megatron.optimus.config.schema import ConfigError
 from megatron.optimus.context import RunContext
-from megatron.optimus.platform.files import open_regular
+from megatron.optimus.report.read import SAMPLES, read_file, read_lines
 from megatron.optimus.training.alerts import Alert
 from megatron.optimus.training.background import Background
 from megatron.optimus.training.metrics import StepMetrics
 
-SAMPLES, REPORT = "samples.jsonl", "report.html"  # files of a run that trackers get at its end, where they are there
 _CLOSING_SECONDS = 60.0
-_LARGEST = 64 << 20  # bytes of a file for a tracker
 
 
 class StepRange(NamedTuple):
@@ -104,8 +101,7 @@ def require_package(module: str, option: str, remedy: str) -> None:
 
 def read_samples(run_dir: Path) -> tuple[list[str], list[list[Any]]] | None:
     """The samples of a run as a table, its columns and rows; None without any. Damaged lines are left out."""
-    text = read_file(run_dir / SAMPLES)
-    records = [record for line in (text or "").splitlines() if isinstance(record := _parsed(line), dict)]
+    records = [record for record in read_lines(run_dir / SAMPLES, []) if isinstance(record, dict)]
     columns = list(dict.fromkeys(key for record in records for key in record))
 
     def cell(value: Any) -> Any:
@@ -114,23 +110,11 @@ def read_samples(run_dir: Path) -> tuple[list[str], list[list[Any]]] | None:
     return (columns, [[cell(record.get(key)) for key in columns] for record in records]) if records else None
 
 
-def _parsed(line: str) -> Any:
-    try:
-        return json.loads(line)
-    except ValueError:
-        return None
-
-
-def read_file(path: Path) -> str | None:
-    """The text of a file of the run; None where there is none, or it is too large for a tracker."""
-    try:
-        with open(open_regular(path, os.O_RDONLY), encoding="utf-8", errors="replace") as file:
-            return file.read() if os.fstat(file.fileno()).st_size <= _LARGEST else None
-    except OSError:
-        return None
+def read_text(path: Path) -> str:
+    """The text of a file of the run; "" where there is none, or it is too large for a tracker."""
+    return read_file(path, []).decode(errors="replace")
 
 
 def kept_id(path: Path) -> str | None:
     """The id of a tracker's run that an earlier process of this run has kept in a file."""
-    text = read_file(path)
-    return text.strip() or None if text is not None else None
+    return read_text(path).strip() or None

@@ -10,15 +10,15 @@ from megatron.optimus.config.serialize import to_dict
 from megatron.optimus.context import RunContext
 from megatron.optimus.platform.environment import set_default
 from megatron.optimus.platform.files import write_atomically
+from megatron.optimus.report.page import FILE_NAME as REPORT
 from megatron.optimus.training.alerts import Alert
 from megatron.optimus.training.metrics import StepMetrics, numbers
 from megatron.optimus.training.trackers import (
-    REPORT,
     StepRange,
     Tracker,
     kept_id,
-    read_file,
     read_samples,
+    read_text,
     require_package,
 )
 
@@ -78,7 +78,7 @@ class CometTracker(Tracker):
     def add_files(self, run_dir: Path) -> None:
         if (table := read_samples(run_dir)) is not None:
             self._experiment.log_table("samples.csv", table[1], headers=table[0])
-        if (page := read_file(run_dir / REPORT)) is not None:
+        if page := read_text(run_dir / REPORT):
             self._experiment.log_html(page, clear=True)
 
     def close(self) -> None:

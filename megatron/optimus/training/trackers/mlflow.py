@@ -11,9 +11,10 @@ from megatron.optimus.config.serialize import to_dict
 from megatron.optimus.context import RunContext
 from megatron.optimus.platform.environment import set_default
 from megatron.optimus.platform.files import write_atomically
+from megatron.optimus.report.page import FILE_NAME as REPORT
 from megatron.optimus.training.alerts import Alert
 from megatron.optimus.training.metrics import StepMetrics, numbers
-from megatron.optimus.training.trackers import REPORT, StepRange, Tracker, kept_id, read_samples, require_package
+from megatron.optimus.training.trackers import StepRange, Tracker, kept_id, read_samples, require_package
 
 _MOST_PARAMS, _LONGEST_VALUE = 100, 500  # of one call of MLflow, and characters of a parameter in older stores
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron.optimus.context import RunContext
+from megatron.optimus.platform.log import duration
 from megatron.optimus.training.metrics import StepMetrics, flat
 from megatron.optimus.training.trackers import StepRange, Tracker
 
@@ -128,12 +129,3 @@ def _live_bar() -> LiveBar:
     # Live redirects sys.stdout, so log lines appear above the bar instead of through it.
     bar = LiveBar(Words())
     return bar
-
-
-def duration(seconds: float) -> str:
-    """12 -> "0:12", 3723 -> "1:02:03", 200000 -> "2d07h"; days matter more than minutes in long runs."""
-    whole = max(0, round(seconds))
-    if whole >= 86400:
-        return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
-    hours, minutes = whole // 3600, whole % 3600 // 60
-    return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"

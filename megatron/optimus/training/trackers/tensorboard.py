@@ -6,9 +6,10 @@ from pathlib import Path
 
 from megatron.optimus.config.schema import ConfigError
 from megatron.optimus.context import RunContext
+from megatron.optimus.report.read import SAMPLES
 from megatron.optimus.training.alerts import Alert
 from megatron.optimus.training.metrics import StepMetrics, numbers
-from megatron.optimus.training.trackers import SAMPLES, StepRange, Tracker, read_samples
+from megatron.optimus.training.trackers import StepRange, Tracker, read_samples
 
 
 def open_tracker(run: RunContext, steps: StepRange) -> TensorBoardTracker | None:

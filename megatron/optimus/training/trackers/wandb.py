@@ -8,15 +8,15 @@ from typing import Any
 from megatron.optimus.config.serialize import to_dict
 from megatron.optimus.context import RunContext
 from megatron.optimus.platform.files import write_atomically
+from megatron.optimus.report.page import FILE_NAME as REPORT
 from megatron.optimus.training.alerts import Alert
 from megatron.optimus.training.metrics import StepMetrics, numbers
 from megatron.optimus.training.trackers import (
-    REPORT,
     StepRange,
     Tracker,
     kept_id,
-    read_file,
     read_samples,
+    read_text,
     require_package,
 )
 
@@ -63,7 +63,7 @@ class WandbTracker(Tracker):
 
         if (table := read_samples(run_dir)) is not None:
             self._run.log({"samples": wandb.Table(columns=list(table[0]), data=table[1])})
-        if (page := read_file(run_dir / REPORT)) is not None:
+        if page := read_text(run_dir / REPORT):
             self._run.log({"report": wandb.Html(page, inject=False)})
 
     def close(self) -> None:

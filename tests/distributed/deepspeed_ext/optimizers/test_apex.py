@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
 from deepspeed_ext.optimizers import Shard, StepScalars, shard_optimizer_for
-from megatron.optimus.config.choices import KernelLibrary, Normalization, OptimizerName, OptimizerStateDtype
+from megatron.optimus.config.choices import KernelLibrary, OptimizerName, OptimizerStateDtype
 from megatron.optimus.config.schema import ConfigError, DistributedBackend, ModelConfig, OptimizerConfig, RunConfig
-from megatron.optimus.layers.norm import build_norm
 from megatron.optimus.parallel.converters import apex_norms
 from megatron.optimus.platform.device import start_line
 from tests.apex_stand_in import installed
 from tests.distributed.layouts import deviation
 from tests.helpers import run_distributed
+from tests.unit.parallel.converters.test_apex_norms import _Tiny
 
 APEX = KernelLibrary.APEX
 
@@ -79,45 +78,6 @@ def test_a_run_goes_on_with_fused_adam_where_another_adamw_stopped() -> None:
             torch.testing.assert_close(shard.master, expected.detach(), rtol=1e-5, atol=1e-6)
             assert torch.equal(shard.param, shard.master.bfloat16())
         assert calls == ["adam"] * 4
-
-
-class _Tiny(torch.nn.Module):
-    """What the converter walks: a final norm, and layers with two norms each."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.final_norm = build_norm(config)
-        layer = torch.nn.ModuleDict({"attention_norm": build_norm(config), "mlp_norm": build_norm(config)})
-        self.layers = torch.nn.ModuleList([layer])
-
-
-@pytest.mark.parametrize("kind", list(Normalization))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_norms_equal_ours_in_values_and_gradients(kind: Normalization, dtype: torch.dtype) -> None:
-    config = ModelConfig(num_layers=1, hidden_size=48, num_attention_heads=4, normalization=kind, norm_epsilon=1e-3)
-    own, fused = _Tiny(config).to(dtype), _Tiny(config).to(dtype)
-    with installed() as calls:
-        apex_norms.convert(fused)  # type: ignore[arg-type]
-        generator = torch.Generator().manual_seed(1)
-        x = torch.randn(3, 5, 48, generator=generator).to(dtype)
-        weight = torch.rand(48, generator=generator).to(dtype)
-        out, expected = _run(fused, x, weight), _run(own, x, weight)
-        assert len(calls) == 3
-    assert [name for name, _ in own.named_parameters()] == [name for name, _ in fused.named_parameters()]
-    tolerance = 1e-5 if dtype is torch.float32 else 2e-2
-    for ours, theirs in zip(expected, out, strict=True):
-        torch.testing.assert_close(theirs, ours, rtol=tolerance, atol=tolerance)
-
-
-def _run(model: torch.nn.Module, x: Tensor, weight: Tensor) -> list[Tensor]:
-    x = x.clone().requires_grad_()
-    for parameter in model.parameters():
-        parameter.data.copy_(weight)
-    y = x
-    for norm in (*model.layers[0].values(), model.final_norm):  # type: ignore[union-attr, index, operator]
-        y = norm(y)
-    (y.float() * torch.arange(48.0).cos()).sum().backward()
-    return [y.detach(), x.grad, *(p.grad for p in model.parameters())]  # type: ignore[list-item]
 
 
 def test_what_is_absent_or_does_not_fit_is_one_line() -> None:

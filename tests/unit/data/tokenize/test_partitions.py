@@ -16,7 +16,7 @@ from megatron.optimus.config.schema import ConfigError, TokenizerType
 from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.indexed import IndexedDataset
 from megatron.optimus.data.tokenize.corpus import read_documents, split_file
-from megatron.optimus.data.tokenize.partitions import fingerprint
+from megatron.optimus.data.tokenize.partitions import hash_tokenizer
 from megatron.optimus.data.tokenize.preprocess import PreprocessReport, preprocess
 from megatron.optimus.platform.environment import worker_index_and_count
 from tests.unit.commands.test_preprocess import BYTES, IN_ORDER, call, command, failed
@@ -168,12 +168,12 @@ def test_every_file_of_a_tokenizers_folder_is_told_apart(
 ) -> None:
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
-    before = fingerprint(kind, str(tmp_path))
+    before = hash_tokenizer(kind, str(tmp_path))
     for name, content in files.items():
         (tmp_path / name).write_bytes(content + b" ")
-        assert fingerprint(kind, str(tmp_path)) != before
+        assert hash_tokenizer(kind, str(tmp_path)) != before
         (tmp_path / name).write_bytes(content)
-    assert fingerprint(kind, str(tmp_path)) == before
+    assert hash_tokenizer(kind, str(tmp_path)) == before
 
 
 def test_after_a_malformed_line_both_remedies_work(expected: list[bytes], tmp_path: Path) -> None:

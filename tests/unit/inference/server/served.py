@@ -14,7 +14,9 @@ import httpx
 
 from megatron.optimus.config.schema import ParallelConfig, TokenizerType
 from megatron.optimus.data.tokenize.tokenizer import train_bpe
+from megatron.optimus.inference.generate import Completion, Limits, generate
 from megatron.optimus.inference.load import TextModel, load_text_model
+from megatron.optimus.inference.sampling import Sampling
 from megatron.optimus.inference.server.app import ServerLimits, Service, build_app
 from megatron.optimus.inference.server.chat import ChatTemplate
 from megatron.optimus.inference.server.engine import Engine
@@ -94,3 +96,9 @@ def serving(
         thread.join(20)
         scheduler.stop()
         assert not thread.is_alive(), "the server did not end"
+
+
+def expected(served: Served, prompts: list[str], sampling: Sampling, limits: Limits) -> list[Completion]:
+    """What ``generate`` gives for the prompts."""
+    ids = [served.model.tokenizer.encode(prompt) for prompt in prompts]
+    return list(generate(served.model, ids, sampling, limits))

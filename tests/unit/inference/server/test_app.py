@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
-import signal
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,37 +19,18 @@ pytest.importorskip("openai")
 import httpx
 import openai
 
-from megatron.optimus.inference.generate import Completion, Limits, generate
+from megatron.optimus.inference.generate import Limits, generate
 from megatron.optimus.inference.sampling import Sampling
 from megatron.optimus.inference.score import score
-from megatron.optimus.inference.server.app import ServerLimits
-from megatron.optimus.inference.server.lifetime import bind
-from tests.unit.inference.server.served import NAME, POSITIONS, Served, serving, small_model
+from tests.unit.inference.server.served import NAME, POSITIONS, Served, expected, serving
 
 ROOT = Path(__file__).resolve().parents[4]
-TEMPLATE = (
-    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
-    "{{ m.role }}: {{ m.content }}<|endoftext|>{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
-)
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    folder = tmp_path_factory.mktemp("served")
-    (folder / "template.jinja").write_text(TEMPLATE)
-    with serving(small_model(folder)[0], template=folder / "template.jinja") as found:
-        yield found
 
 
 @pytest.fixture
 def client(served: Served) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=60) as found:
         yield found
-
-
-def expected(served: Served, prompts: list[str], sampling: Sampling, limits: Limits) -> list[Completion]:
-    ids = [served.model.tokenizer.encode(prompt) for prompt in prompts]
-    return list(generate(served.model, ids, sampling, limits))
 
 
 def test_the_client_lists_the_model(client: openai.OpenAI) -> None:
@@ -185,46 +164,6 @@ def _flat(answer: Any) -> list[Any]:
     return list(answer) if isinstance(answer, list | tuple) else [answer]
 
 
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        ({}, "Field required"),
-        ({"prompt": "a", "temprature": 1}, "unknown field 'temprature'; did you mean temperature?"),
-        ({"prompt": "a", "temperature": -1}, "temperature=-1: Input should be greater than or equal to 0"),
-        ({"prompt": "a", "top_p": 0}, "top_p=0: Input should be greater than 0"),
-        ({"prompt": "a", "max_tokens": "5"}, 'max_tokens="5": Input should be a valid integer'),
-        ({"prompt": "a", "max_tokens": 0}, "max_tokens=0 asks for nothing"),
-        ({"prompt": "a", "n": 1000}, "n=1000: Input should be less than or equal to 128"),
-        ({"prompt": ["a"] * 100, "n": 100}, "100 prompts with n=100 are more than 256 completions"),
-        ({"prompt": []}, "prompt=[]: must be a text"),
-        ({"prompt": [1, "a"]}, 'prompt=[1, "a"]: must be a text'),
-        ({"prompt": [1, 264]}, "prompt has the token id 264; ids are 0 to 263"),
-        ({"prompt": [0, 0, -1]}, "prompt has the token id -1"),
-        ({"prompt": [1] * 512}, "prompt has 512 tokens, and the model was trained on 512 positions (max_position_"),
-        ({"prompt": ["a", "a" * 9999]}, "shorten it to 511 tokens or fewer"),
-        ({"prompt": "a", "presence_penalty": 1}, "presence_penalty=1: "),
-        ({"prompt": "a", "stop": ["x"] * 17}, "has 17 strings, at most 16"),
-        ({"prompt": "a", "seed": -1}, "seed=-1"),
-        ({"prompt": "a", "logprobs": 99}, "logprobs=99"),
-        ({"prompt": "\ud800"}, "half of a surrogate pair"),
-        (b"\xff\xfe{", "not valid UTF-8 at byte 0"),
-        (b"{", "the body is not JSON"),
-        (b"[1]", "the body is a JSON list; send an object"),
-        (b'{"prompt": "a", "temperature": NaN}', "NaN is no JSON"),
-        (b'{"prompt": "a", "temperature": 1e999}', "must be finite"),
-        (b'{"prompt": ' + b"[" * 100_000, "the body is not JSON"),
-        (b'{"prompt": "a", "max_tokens": ' + b"9" * 5000 + b"}", ""),
-    ],
-)  # fmt: skip
-def test_what_is_wrong_is_one_clear_error(served: Served, body: dict | bytes, message: str) -> None:
-    content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    found = httpx.post(f"{served.url}/v1/completions", content=content, headers={"content-type": "application/json"})
-    error = found.json()["error"]
-    assert found.status_code == 400 and message in error["message"], found.text
-    assert set(error) == {"message", "type", "param", "code"} and "\n" not in error["message"]
-    assert served.scheduler.is_idle
-
-
 def test_other_answers_that_are_errors(served: Served) -> None:
     large = httpx.post(f"{served.url}/v1/completions", json={"prompt": "a" * 10_000_000}, timeout=60)
     assert large.status_code == 413
@@ -277,40 +216,6 @@ def test_200_clients_at_once_all_get_their_own_answer(served: Served) -> None:
     found = asyncio.run(all_of_them())
     assert found == [one.text for one in expected(served, prompts, Sampling(temperature=0), Limits(5, ignore_end=True))]
     served.wait_until_idle()
-
-
-def test_a_full_queue_is_an_answer_and_a_signal_lets_requests_finish(served: Served) -> None:
-    limits = ServerLimits(POSITIONS)
-    with serving(served.model, limits=limits, max_batch=1, max_waiting=2) as small:
-        answers: list[httpx.Response] = []
-        body = {"prompt": "the cat", "max_tokens": 400, "temperature": 0, "ignore_eos": True}
-        threads = [threading.Thread(target=lambda: answers.append(small.post(**body))) for _ in range(2)]
-        threads[0].start()
-        while small.scheduler.load[0] < 1:
-            time.sleep(0.005)
-        full = small.post(prompt=["a", "b", "c"])
-        assert full.status_code == 429 and full.headers["retry-after"] == "1"
-        assert "at most 2 may wait (--max-queue)" in full.json()["error"]["message"]
-        threads[1].start()
-        while small.scheduler.load[1] < 1:
-            time.sleep(0.005)
-        small.server.handle_exit(signal.SIGTERM, None)
-        refused = small.post(prompt="a")
-        assert refused.status_code == 503 and refused.json()["error"]["code"] == "shutting_down"
-        assert httpx.get(f"{small.url}/health").status_code == 503
-        for thread in threads:
-            thread.join(60)
-        [whole] = expected(served, ["the cat"], Sampling(temperature=0), Limits(400, ignore_end=True))
-        assert [answer.json()["choices"][0]["text"] for answer in answers] == [whole.text] * 2
-        while small.server.started and not small.server.should_exit:
-            time.sleep(0.02)
-    with pytest.raises(httpx.ConnectError):
-        httpx.get(f"{small.url}/health")
-
-
-def test_answers_do_not_wait_for_the_next_packet() -> None:
-    with bind("127.0.0.1", 0) as listening:
-        assert listening.proto == socket.IPPROTO_TCP  # asyncio sets TCP_NODELAY on connections of such sockets alone
 
 
 def test_a_failure_is_an_answer_and_the_server_stays(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

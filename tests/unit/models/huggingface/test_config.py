@@ -1,125 +1,37 @@
 import dataclasses
-import math
 
 import pytest
-import torch
 
 from megatron.optimus.config.schema import (
     ConfigError,
     ModelConfig,
     Normalization,
-    QKNormScope,
-    RotaryScaling,
     ScoreFunction,
 )
 from megatron.optimus.models.huggingface.architectures import architecture_of
 from megatron.optimus.models.huggingface.config import hf_config, model_config_from_hf
-from megatron.optimus.models.huggingface.names import to_hf
 from megatron.optimus.models.parameters import parameter_shapes
-
-_MOE = ModelConfig(
-    num_layers=2,
-    hidden_size=16,
-    num_attention_heads=4,
-    num_query_groups=2,
-    vocab_size=32,
-    num_experts=4,
-    moe_ffn_hidden_size=12,
-    moe_router_topk=2,
-    clip_qkv=8.0,
-    rotary_base=5000.0,
+from tests.unit.models.huggingface.cases import (
+    DENSE_MULA,
+    EXPRESSIBLE,
+    GRANITE,
+    LLAMA,
+    MIXTRAL,
+    MOE,
+    OLMO,
+    QWEN2_MOE,
+    QWEN3,
+    QWEN3_MOE,
+    WITH_DENSE_LAYERS,
 )
-_OLMO = ModelConfig(
-    num_layers=2,
-    hidden_size=16,
-    num_attention_heads=4,
-    ffn_hidden_size=24,
-    vocab_size=32,
-    normalization=Normalization.LAYERNORM_NONPARAMETRIC,
-    qk_layernorm=False,
-    untie_embeddings_and_output_weights=False,
-)
-_DENSE_MULA = dataclasses.replace(_MOE, num_experts=0)
-_MIXTRAL = dataclasses.replace(_MOE, qk_layernorm=False, moe_router_norm_topk_prob=True, clip_qkv=None, kv_channels=6)
-_QWEN3_MOE = dataclasses.replace(_MOE, qk_layernorm_scope=QKNormScope.HEAD, clip_qkv=None, kv_channels=6)
-_QWEN2_MOE = dataclasses.replace(
-    _MOE,
-    qk_layernorm=False,
-    clip_qkv=None,
-    add_qkv_bias=True,
-    moe_shared_expert_intermediate_size=20,
-    moe_shared_expert_gate=True,
-)
-_GRANITE = dataclasses.replace(
-    _MIXTRAL, kv_channels=None, moe_shared_expert_intermediate_size=20, rotary_scaling=RotaryScaling.LINEAR
-)
-_LLAMA = dataclasses.replace(
-    _DENSE_MULA, qk_layernorm=False, clip_qkv=None, kv_channels=6, rotary_scaling=RotaryScaling.LLAMA3
-)
-_QWEN3 = dataclasses.replace(
-    _DENSE_MULA, qk_layernorm_scope=QKNormScope.HEAD, clip_qkv=None, rotary_scaling=RotaryScaling.LINEAR
-)
-_QWEN2 = dataclasses.replace(_DENSE_MULA, qk_layernorm=False, clip_qkv=None, add_qkv_bias=True)
-_QWEN3_MOE_DENSE_FIRST = dataclasses.replace(_QWEN3_MOE, num_layers=4, moe_layer_freq=[0, 1, 0, 1], ffn_hidden_size=28)
-_QWEN2_MOE_EVERY_SECOND = dataclasses.replace(_QWEN2_MOE, num_layers=4, moe_layer_freq=[0, 0, 1, 1], ffn_hidden_size=28)
-_EXPRESSIBLE = {
-    "olmoe": _MOE,
-    "olmo": _OLMO,
-    "mixtral": _MIXTRAL,
-    "qwen3_moe": _QWEN3_MOE,
-    "llama": _LLAMA,
-    "qwen3": _QWEN3,
-    "qwen2": _QWEN2,
-    "qwen2_moe": _QWEN2_MOE,
-    "granitemoeshared": _GRANITE,
-}
-_WITH_DENSE_LAYERS = (_QWEN3_MOE_DENSE_FIRST, _QWEN2_MOE_EVERY_SECOND)
 
 
-@pytest.mark.parametrize("model_type", _EXPRESSIBLE)
+@pytest.mark.parametrize("model_type", EXPRESSIBLE)
 def test_the_architecture_follows_from_the_options(model_type):
-    assert architecture_of(_EXPRESSIBLE[model_type]).model_type == model_type
+    assert architecture_of(EXPRESSIBLE[model_type]).model_type == model_type
 
 
-@pytest.mark.parametrize("config", [*_EXPRESSIBLE.values(), *_WITH_DENSE_LAYERS])
-def test_parts_cover_each_tensor_once_in_order(config):
-    names = []
-    for name, shape in parameter_shapes(config).items():
-        position = 0
-        for part in to_hf(config, name):
-            assert part.start == position
-            position = part.stop
-            names.append(part.name)
-        assert position == math.prod(shape)
-    twice = {name for name in names if names.count(name) > 1}  # gate and up projection of Granite's shared experts
-    assert all(names.count(name) == 2 and name.endswith("shared_mlp.input_linear.weight") for name in twice)
-    assert len(twice) == (config.num_layers if config is _GRANITE else 0)
-
-
-def test_expert_parts_are_the_right_rows():
-    weight_E2FD = torch.arange(4 * 24 * 16).view(4, 24, 16)
-    down_EDF = torch.arange(4 * 16 * 12).view(4, 16, 12)
-    expected = {}
-    for expert in range(4):
-        prefix = f"model.layers.1.mlp.experts.{expert}."
-        expected[prefix + "gate_proj.weight"] = weight_E2FD[expert, :12]
-        expected[prefix + "up_proj.weight"] = weight_E2FD[expert, 12:]
-        expected[prefix + "down_proj.weight"] = down_EDF[expert]
-    found = {}
-    for name, tensor in (("gate_up_weight", weight_E2FD), ("down_weight", down_EDF)):
-        for part in to_hf(_MOE, f"layers.1.moe.experts.{name}"):
-            found[part.name] = tensor.flatten()[part.start : part.stop].view(part.shape)
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor), name
-
-
-def test_unknown_names():
-    with pytest.raises(KeyError):
-        to_hf(_MOE, "layers.2.attention.q_proj.weight")
-
-
-@pytest.mark.parametrize("config", [*_EXPRESSIBLE.values(), *_WITH_DENSE_LAYERS])
+@pytest.mark.parametrize("config", [*EXPRESSIBLE.values(), *WITH_DENSE_LAYERS])
 def test_configuration_round_trip(config):
     back = model_config_from_hf(hf_config(config, "bfloat16"))
     assert hf_config(back, "bfloat16") == hf_config(config, "bfloat16")
@@ -137,30 +49,30 @@ def test_configuration_round_trip(config):
 @pytest.mark.parametrize(
     "config, changes, message",
     [
-        (_DENSE_MULA, {}, "qk_layernorm_scope=full has no equivalent in Hugging Face's Qwen3"),
-        (_OLMO, {"qk_layernorm": True}, "qk_layernorm=True has no equivalent"),
-        (_OLMO, {"norm_epsilon": 1e-6}, "norm_epsilon=1e-06 has no equivalent"),
-        (_OLMO, {"kv_channels": 8}, "kv_channels=8 has no equivalent"),
-        (_MOE, {"qk_layernorm": False}, "clip_qkv=8.0 has no equivalent in Hugging Face's Mixtral"),
-        (_MIXTRAL, {"moe_router_norm_topk_prob": False}, "moe_router_norm_topk_prob=False has no equivalent"),
-        (_MOE, {"normalization": Normalization.LAYERNORM_NONPARAMETRIC}, "normalization=layernorm-nonparametric"),
-        (_MOE, {"moe_router_score_function": ScoreFunction.SIGMOID}, "moe_router_score_function=sigmoid"),
-        (_MOE, {"moe_router_force_load_balancing": True}, "moe_router_force_load_balancing=True"),
+        (DENSE_MULA, {}, "qk_layernorm_scope=full has no equivalent in Hugging Face's Qwen3"),
+        (OLMO, {"qk_layernorm": True}, "qk_layernorm=True has no equivalent"),
+        (OLMO, {"norm_epsilon": 1e-6}, "norm_epsilon=1e-06 has no equivalent"),
+        (OLMO, {"kv_channels": 8}, "kv_channels=8 has no equivalent"),
+        (MOE, {"qk_layernorm": False}, "clip_qkv=8.0 has no equivalent in Hugging Face's Mixtral"),
+        (MIXTRAL, {"moe_router_norm_topk_prob": False}, "moe_router_norm_topk_prob=False has no equivalent"),
+        (MOE, {"normalization": Normalization.LAYERNORM_NONPARAMETRIC}, "normalization=layernorm-nonparametric"),
+        (MOE, {"moe_router_score_function": ScoreFunction.SIGMOID}, "moe_router_score_function=sigmoid"),
+        (MOE, {"moe_router_force_load_balancing": True}, "moe_router_force_load_balancing=True"),
         (
-            _MOE,
+            MOE,
             {"moe_layer_freq": [0, 1]},
             "moe_layer_freq=0 1 has no equivalent in Hugging Face's OLMoE, all of whose",
         ),
-        (_MIXTRAL, {"add_qkv_bias": True}, "add_qkv_bias=True has no equivalent in Hugging Face's Mixtral"),
-        (_QWEN3, {"add_qkv_bias": True}, "add_qkv_bias=True has no equivalent in Hugging Face's Qwen3"),
-        (_QWEN2_MOE, {"moe_shared_expert_gate": False}, "add_qkv_bias=True has no equivalent .* GraniteMoeShared"),
+        (MIXTRAL, {"add_qkv_bias": True}, "add_qkv_bias=True has no equivalent in Hugging Face's Mixtral"),
+        (QWEN3, {"add_qkv_bias": True}, "add_qkv_bias=True has no equivalent in Hugging Face's Qwen3"),
+        (QWEN2_MOE, {"moe_shared_expert_gate": False}, "add_qkv_bias=True has no equivalent .* GraniteMoeShared"),
         (
-            _GRANITE,
+            GRANITE,
             {"moe_router_norm_topk_prob": False},
             "moe_router_norm_topk_prob=False .* GraniteMoeShared.*needs T",
         ),
-        (_GRANITE, {"qk_layernorm": True}, "qk_layernorm=True has no equivalent in Hugging Face's GraniteMoeShared"),
-        (_QWEN2_MOE, {"qk_layernorm": True}, "qk_layernorm=True has no equivalent in Hugging Face's Qwen2-MoE"),
+        (GRANITE, {"qk_layernorm": True}, "qk_layernorm=True has no equivalent in Hugging Face's GraniteMoeShared"),
+        (QWEN2_MOE, {"qk_layernorm": True}, "qk_layernorm=True has no equivalent in Hugging Face's Qwen2-MoE"),
     ],
 )
 def test_what_hugging_face_cannot_express_is_named(config, changes, message):
@@ -203,31 +115,31 @@ def test_what_hugging_face_cannot_express_is_named(config, changes, message):
 )
 def test_unsupported_fields_are_named(changes, message):
     with pytest.raises(ConfigError, match=message):
-        model_config_from_hf(hf_config(_MOE, "float32") | changes)
+        model_config_from_hf(hf_config(MOE, "float32") | changes)
 
 
 @pytest.mark.parametrize(
     "config, changes, message",
     [
-        (_MIXTRAL, {"sliding_window": 4096}, "sliding_window=4096 is not supported; only None is"),
-        (_MIXTRAL, {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1"),
-        (_MIXTRAL, {"num_key_value_heads": None}, "num_key_value_heads=None must be a positive integer"),
-        (_QWEN3_MOE, {"mlp_only_layers": "0"}, "mlp_only_layers='0' must be a list"),
-        (_QWEN3_MOE, {"mlp_only_layers": [0, 1]}, r"moe_layer_freq=0 0 \(2 numbers\)"),
-        (_QWEN3_MOE, {"decoder_sparse_step": 0}, "decoder_sparse_step=0 must be a positive integer"),
-        (_QWEN3_MOE, {"moe_intermediate_size": None}, "moe_intermediate_size=None"),
-        (_QWEN3_MOE, {"shared_expert_intermediate_size": 8}, "shared_expert_intermediate_size=8 is not supported"),
-        (_QWEN2_MOE, {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size=0 must be a positive"),
-        (_QWEN2_MOE, {"shared_expert_intermediate_size": None}, "shared_expert_intermediate_size=None must be a posit"),
-        (_GRANITE, {"shared_intermediate_size": 0}, "shared_intermediate_size=0 must be a positive"),
-        (_GRANITE, {"attention_multiplier": 0.25}, "attention_multiplier=0.25 is not supported; only 0.5 is"),
-        (_GRANITE, {"attention_multiplier": None}, "attention_multiplier=1.0 is not supported; only 0.5 is"),
-        (_GRANITE, {"residual_multiplier": 0.22}, "residual_multiplier=0.22 is not supported; only 1.0 is"),
-        (_QWEN2_MOE, {"qkv_bias": 1}, "qkv_bias=1 must be true or false"),
-        (_QWEN3, {"use_sliding_window": True}, "use_sliding_window=True"),
-        (_QWEN3, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types="),
-        (_LLAMA, {"mlp_bias": True}, "mlp_bias=True"),
-        (_LLAMA, {"clip_qkv": 3.0}, "clip_qkv=3.0 is not supported for model_type 'llama'"),
+        (MIXTRAL, {"sliding_window": 4096}, "sliding_window=4096 is not supported; only None is"),
+        (MIXTRAL, {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1"),
+        (MIXTRAL, {"num_key_value_heads": None}, "num_key_value_heads=None must be a positive integer"),
+        (QWEN3_MOE, {"mlp_only_layers": "0"}, "mlp_only_layers='0' must be a list"),
+        (QWEN3_MOE, {"mlp_only_layers": [0, 1]}, r"moe_layer_freq=0 0 \(2 numbers\)"),
+        (QWEN3_MOE, {"decoder_sparse_step": 0}, "decoder_sparse_step=0 must be a positive integer"),
+        (QWEN3_MOE, {"moe_intermediate_size": None}, "moe_intermediate_size=None"),
+        (QWEN3_MOE, {"shared_expert_intermediate_size": 8}, "shared_expert_intermediate_size=8 is not supported"),
+        (QWEN2_MOE, {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size=0 must be a positive"),
+        (QWEN2_MOE, {"shared_expert_intermediate_size": None}, "shared_expert_intermediate_size=None must be a posit"),
+        (GRANITE, {"shared_intermediate_size": 0}, "shared_intermediate_size=0 must be a positive"),
+        (GRANITE, {"attention_multiplier": 0.25}, "attention_multiplier=0.25 is not supported; only 0.5 is"),
+        (GRANITE, {"attention_multiplier": None}, "attention_multiplier=1.0 is not supported; only 0.5 is"),
+        (GRANITE, {"residual_multiplier": 0.22}, "residual_multiplier=0.22 is not supported; only 1.0 is"),
+        (QWEN2_MOE, {"qkv_bias": 1}, "qkv_bias=1 must be true or false"),
+        (QWEN3, {"use_sliding_window": True}, "use_sliding_window=True"),
+        (QWEN3, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types="),
+        (LLAMA, {"mlp_bias": True}, "mlp_bias=True"),
+        (LLAMA, {"clip_qkv": 3.0}, "clip_qkv=3.0 is not supported for model_type 'llama'"),
     ],
 )
 def test_unsupported_fields_of_other_architectures_are_named(config, changes, message):
@@ -237,11 +149,11 @@ def test_unsupported_fields_of_other_architectures_are_named(config, changes, me
 
 def test_a_field_of_the_other_architecture_is_refused():
     with pytest.raises(ConfigError, match="num_experts=4 is not supported for model_type 'olmo'"):
-        model_config_from_hf(hf_config(_OLMO, "float32") | {"num_experts": 4})
+        model_config_from_hf(hf_config(OLMO, "float32") | {"num_experts": 4})
 
 
 def test_which_layers_are_dense_is_read_as_transformers_reads_it():
-    hf = hf_config(_QWEN3_MOE, "float32") | {"num_hidden_layers": 6, "intermediate_size": 28}
+    hf = hf_config(QWEN3_MOE, "float32") | {"num_hidden_layers": 6, "intermediate_size": 28}
     read = model_config_from_hf(hf | {"decoder_sparse_step": 2, "mlp_only_layers": [3]})
     assert (list(read.moe_layers), read.ffn_hidden_size) == ([1, 5], 28)
     again = hf_config(read, "float32")

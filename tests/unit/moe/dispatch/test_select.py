@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from megatron.optimus.config.schema import (
-    ExpertPlacement,
     ModelConfig,
     ParallelConfig,
     RunConfig,
@@ -14,24 +12,13 @@ from megatron.optimus.config.schema import (
     TrainingConfig,
 )
 from megatron.optimus.moe.dispatch.base import MessageShape
-from megatron.optimus.moe.dispatch.local import LocalDispatcher
-from megatron.optimus.moe.dispatch.ownership import Ownership
-from megatron.optimus.moe.dispatch.select import build_dispatcher, dispatcher_classes, message_shape
-from megatron.optimus.platform.mesh import Mesh
+from megatron.optimus.moe.dispatch.select import dispatcher_classes, message_shape
 
 
 def test_every_choice_but_auto_is_a_dispatcher_of_its_own() -> None:
     classes = dispatcher_classes()
     assert set(classes) == set(TokenDispatcherType) - {TokenDispatcherType.AUTO}
     assert len(set(classes.values())) == len(classes)
-
-
-@pytest.mark.parametrize("kind", list(TokenDispatcherType))
-def test_nothing_travels_on_one_rank(kind: TokenDispatcherType) -> None:
-    config = ParallelConfig(moe_token_dispatcher_type=kind)
-    ownership = Ownership.from_placement(4, 1, ExpertPlacement.CONTIGUOUS)
-    dispatcher = build_dispatcher(config, Mesh(config, rank=0, world_size=1), ownership)
-    assert isinstance(dispatcher, LocalDispatcher)
 
 
 def test_messages_are_those_of_a_micro_batch_on_one_rank() -> None:

@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from megatron.optimus.training.trackers.progress import ProgressLine, duration
+from megatron.optimus.platform.log import duration
+from megatron.optimus.training.trackers.progress import ProgressLine
 from tests.unit.training.test_metrics import metrics
 
 
