@@ -115,7 +115,10 @@ def _exit_code(error: BaseException) -> int:
         return exit_codes.NUMERIC_ERROR
     if isinstance(error, process_groups.RendezvousError):
         return 1
-    is_storage = isinstance(error, SaveError) or getattr(error, FAILED_ERRNO, 0) in _STORAGE_ERRNOS
+    number = getattr(error, FAILED_ERRNO, 0)
+    # What an attempt before could read or write was no mistake of the user's.
+    is_gone = number != 0 and isinstance(error, CheckpointError) and environment.is_restart()
+    is_storage = isinstance(error, SaveError) or number in _STORAGE_ERRNOS or is_gone
     return exit_codes.STORAGE_ERROR if is_storage else exit_codes.USER_ERROR
 
 

@@ -15,10 +15,13 @@ import pytest
 import torch
 from torch.torch_version import TorchVersion
 
-from megatron.optimus.checkpoint import store
+from megatron.optimus import pretrain
+from megatron.optimus.checkpoint import CheckpointError, store
+from megatron.optimus.checkpoint.run_lock import RunLock
 from megatron.optimus.config.choices import PipelineSchedule
 from megatron.optimus.config.load import load as load_run
 from megatron.optimus.config.placement import to_json
+from megatron.optimus.platform.ranks import Ranks
 from megatron.optimus.training.expert_load import report
 from megatron.optimus.training.metrics import read_metrics
 from tests.distributed.layouts import refusal
@@ -337,3 +340,17 @@ def test_expert_bias_and_tensorboard(tmp_path: Path, train: Program) -> None:
     for bias in biases:
         assert (bias != 0).any() and bias.abs().max() <= 3 * 1e-3 * 1.01  # an odd number of steps of 1e-3 up or down
     assert list((tmp_path / "tb").glob("events.*"))
+
+
+def test_a_folder_that_a_restart_cannot_use_is_the_disks_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "checkpoints").write_text("not a folder")
+    with pytest.raises(CheckpointError, match="Not a directory") as raised:
+        Ranks(None, torch.device("cpu")).run_on_all_ranks(
+            lambda: RunLock(tmp_path / "checkpoints"), "locking", CheckpointError
+        )
+    codes = {}
+    for attempt in ("", "launch:1", "launch:2"):
+        monkeypatch.setenv("OPTIMUS_ATTEMPT", attempt)
+        codes[attempt] = pretrain._exit_code(raised.value)
+    assert codes == {"": 2, "launch:1": 2, "launch:2": 3}
+    assert pretrain._exit_code(CheckpointError("damaged")) == 2  # no error of the file system

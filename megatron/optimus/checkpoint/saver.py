@@ -443,7 +443,7 @@ class Saver:
         saved = commit.commit(self._root, job.temporary, job.header.step, job.header.kind)
         job.revision = saved.revision
         commit.prune(self._root, saved, job.retain)
-        newest = commit.list_committed(self._root, saved.kind)[-1]
+        newest = max([saved, *commit.list_committed(self._root, saved.kind)])  # the folder may have vanished since
         if newest > saved:
             log.warning(
                 "%s also holds the newer %s, from which an automatic resume would continue; move it away if this run "

@@ -98,6 +98,7 @@ class LocalAgent:
         self._hangs = None if hangs is None else hangs(self.folder)
         self.ranks: list[RankProcess] = []  # of the last start
         self._received: list[int] = []
+        self._attempts = 0
 
     def __enter__(self) -> LocalAgent:
         return self
@@ -139,6 +140,8 @@ class LocalAgent:
             self._server.is_ready()  # seconds of imports, in which another program could take the port
         port, token = environment.rendezvous_port(), secrets.token_hex(16)
         envs = [environment.for_local_rank(rank, self._num_ranks, port, token) for rank in range(self._num_ranks)]
+        self._attempts += 1
+        envs = [env | {environment.ATTEMPT: f"{self.folder.name}:{self._attempts}"} for env in envs]
         if self._memory is not None:
             envs = [env | {environment.MEMORY_FOLDER: str(self._memory.folder)} for env in envs]
         self.start(envs)

@@ -43,7 +43,7 @@ COORDINATOR = "OPTIMUS_COORDINATOR"  # where the agents of the nodes find it: ad
 JOB_TOKEN = "OPTIMUS_JOB_TOKEN"  # a secret that coordinator and agents share
 STARTER = "OPTIMUS_STARTER"  # which mpiexec or srun of the launch has started this agent
 AGENT_VARIABLES = (COORDINATOR, JOB_TOKEN, STARTER)
-ATTEMPT = "OPTIMUS_ATTEMPT"  # which attempt of which launch a rank belongs to, where agents start it
+ATTEMPT = "OPTIMUS_ATTEMPT"  # which attempt of which launch a rank belongs to, from 1 on
 LAUNCH_ADDRESS = "OPTIMUS_LAUNCH_ADDRESS"  # of this machine, where the coordinator listens; the user's choice
 AGENT_FOLDER = "OPTIMUS_AGENT_FOLDER"  # where the launcher on this machine reads the heartbeats of its ranks
 DRILL_FOLDER = "OPTIMUS_DRILL_FOLDER"  # where `optimus drill` asks ranks for faults; unset in every other run
@@ -210,9 +210,15 @@ def rendezvous_token() -> str | None:
 
 
 def attempt() -> tuple[str, int] | None:
-    """Returns the launch and the number of the attempt that this rank belongs to; None without agents."""
+    """Returns the launch and the number of the attempt that this rank belongs to; None where neither is known."""
     launch, _, number = os.environ.get(ATTEMPT, "").rpartition(":")
     return (launch, int(number)) if launch and number.isdecimal() else None
+
+
+def is_restart() -> bool:
+    """Whether the launcher has started this rank again after an attempt that failed."""
+    known = attempt()
+    return known is not None and known[1] > 1
 
 
 def agent_folder() -> Path | None:

@@ -13,6 +13,7 @@ from megatron.optimus.checkpoint import (
     Manifest,
     Saver,
     TensorSlice,
+    commit,
     load,
     load_manifest,
     load_newest,
@@ -313,6 +314,21 @@ def test_a_lost_lock_stops_the_commit(tmp_path):
     with pytest.raises(CheckpointError, match="failed on rank 0: no longer ours"):
         it.start(owned(whole_state(1)), header(1), retain=2)
     assert names(tmp_path) == []
+
+
+def test_a_folder_that_vanishes_after_a_commit_is_no_failure(tmp_path, monkeypatch):
+    """What was committed is safe; the next save finds out that the folder is gone."""
+    root, prune = tmp_path / "root", commit.prune
+
+    def vanish(*args):
+        prune(*args)
+        root.rename(tmp_path / "away")
+        root.write_text("not a folder")
+
+    monkeypatch.setattr(commit, "prune", vanish)
+    it = Saver(root, asynchronous=False)
+    [saved] = it.start(owned(whole_state(1)), header(1), retain=2)
+    assert saved.path.name == "step-00000001" and find_loadable(tmp_path / "away") is not None
 
 
 def test_a_relative_folder_stays_where_it_was(tmp_path, monkeypatch, gate):

@@ -17,3 +17,13 @@ def test_ranks_are_bound_to_their_cores(tmp_path: Path) -> None:
         agent.start([{**os.environ, "RANK": "0"}], [[core]])
         assert agent.ranks[0].wait(30) == 0
     assert (tmp_path / "core").read_text() == f"{{{core}}}"
+
+
+def test_ranks_are_told_their_attempt(tmp_path: Path) -> None:
+    from megatron.optimus.launcher.agent import LocalAgent
+
+    code = f"import os; open({str(tmp_path / 'attempts')!r}, 'a').write(os.environ['OPTIMUS_ATTEMPT'] + ' ')"
+    with LocalAgent([sys.executable, "-c", code], 1) as agent:
+        assert [agent.run().code for _ in range(2)] == [0, 0]
+    (name, first), (again, second) = (one.split(":") for one in (tmp_path / "attempts").read_text().split())
+    assert name == again and (first, second) == ("1", "2")
