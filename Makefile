@@ -10,8 +10,8 @@ VENV ?= .venv
 # An interpreter that already has the dependencies; empty: make our own environment in $(VENV).
 PY ?=
 CORPUS ?=
-# Test files that run at the same time. On two cores three take 14 minutes, two 25: tests of ranks wait a lot.
-TEST_WORKERS ?= 3
+# Test files that run at the same time. On two cores four take 12:20, three 14 minutes: tests of ranks wait a lot.
+TEST_WORKERS ?= 4
 BASE_PYTHON ?= python3
 
 # Bytecode is kept, whatever the shell says: tests start hundreds of programs, and each would compile the package anew.

@@ -345,7 +345,7 @@ def test_the_tool_tunes_a_layer_and_keeps_it(
     monkeypatch.setenv("OPTIMUS_TILES", str(_file / "below a file"))
     tiles_module.set_tables(None)
     assert main(words) == 2
-    assert f"error: {_file}/below a file: " in capsys.readouterr().err
+    assert f"error: {_file}/below a file cannot be written: " in capsys.readouterr().err
 
 
 @pytest.mark.gpu
