@@ -3,7 +3,7 @@
 # make test        everything that can be tested here                       that already has the dependencies)
 # make campaigns   long experiments: kills, damage, layouts, endings
 # make test-ipex   unit tests and a short run on torch 2.8 with Intel's extension, in .venv-ipex
-# make test-deepspeed VERSION=0.19.0   tests against stock DeepSpeed, on that version of it
+# make test-deepspeed VERSION=0.18.9   tests against stock DeepSpeed, on that version of it
 # make docs        the documentation site, into build/site
 
 VENV ?= .venv
@@ -52,7 +52,7 @@ check: lint
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -n $(TEST_WORKERS) --dist loadfile -m "not slow and not gpu" $(QUICK)
 
 # Another version of DeepSpeed, in a folder of its own before the environment's.
-VERSION ?= 0.19.0
+VERSION ?= 0.18.9
 OTHER_DEEPSPEED := build/deepspeed-$(VERSION)
 
 test-deepspeed: kernels

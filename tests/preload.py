@@ -6,6 +6,10 @@ import importlib
 import pkgutil
 import weakref
 
+import deepspeed
+import torch
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
 from megatron.optimus.models import families
 from megatron.optimus.moe import dispatch
 from megatron.optimus.ops.backend import compiled_library_error
@@ -37,6 +41,8 @@ for name in MODULES:
 for name in OTHERS:
     with contextlib.suppress(ImportError):  # not installed, or not in this version of DeepSpeed
         importlib.import_module(name)
+if deepspeed.__version__ < "0.19":  # its step() records gradients, which gloo's all-gather refuses
+    DeepSpeedZeroOptimizer.step = torch.no_grad()(DeepSpeedZeroOptimizer.step)
 for each in list(weakref.finalize._registry):  # type: ignore[attr-defined]
     each.atexit = False  # of torch's libraries of operations: each rank would take them apart at its end, in 40 ms
 gc.collect()
