@@ -55,7 +55,7 @@ def naming_write_errors(path: object, remedy: str = "") -> Iterator[None]:
     try:
         yield
     except OSError as error:  # whose file name is absent where the disk is full
-        raise ConfigError(f"{path} cannot be written: {error.strerror}{remedy and '; ' + remedy}") from error
+        raise ConfigError(f"{path} cannot be written: {error.strerror or error}{remedy and '; ' + remedy}") from error
 
 
 def open_regular(path: str | Path, flags: int) -> int:

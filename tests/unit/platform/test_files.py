@@ -1,10 +1,12 @@
 """Durable writes: whole or not at all."""
 
+import errno
 import os
 import stat
 
 import pytest
 
+from megatron.optimus.config.schema import ConfigError
 from megatron.optimus.platform import files
 
 
@@ -67,3 +69,14 @@ def test_only_regular_files_are_opened(tmp_path):
             files.open_regular(tmp_path / "folder", flags)
         os.close(files.open_regular(tmp_path / "target", flags))
     assert (tmp_path / "target").read_text() == "kept" and not (tmp_path / "nothing").exists()
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "No space left on device"), OSError("No space left on device")]
+)
+def test_a_write_error_names_file_reason_and_remedy(error: OSError) -> None:
+    with (
+        pytest.raises(ConfigError, match=r"^out cannot be written: No space left on device; name another$"),
+        files.naming_write_errors("out", "name another"),
+    ):
+        raise error
