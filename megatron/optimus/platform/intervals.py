@@ -1,18 +1,21 @@
-"""How often to do what training stands still for, so that it takes a hundredth of the steps' time (option ``auto``)."""
+"""How often to do what training stands still for, so that it takes a two-hundredth of the steps' time (``auto``)."""
 
 from __future__ import annotations
 
+import logging
 import math
 
 from megatron.optimus.platform.ranks import Ranks
 
 AUTO = -1  # as an interval
-FIRST_STEPS = 3  # between the first times, whose cost is measured
-_SHARE = 0.01
+_FIRST_STEPS = 3  # between the first times, whose cost is measured
+_SHARE = 0.005  # three that a run may have, with all else that it watches, stay below 2% together
+
+logger = logging.getLogger("optimus")
 
 
 def affordable_interval(cost_s: float, step_s: float) -> int:
-    """The fewest steps between two times for which they cost at most a hundredth of the steps' time.
+    """The fewest steps between two times for which they cost at most ``_SHARE`` of the steps' time.
 
     Args:
         cost_s: seconds that training stands still each time.
@@ -21,6 +24,59 @@ def affordable_interval(cost_s: float, step_s: float) -> int:
     return max(1, math.ceil(cost_s / (_SHARE * max(step_s, 1e-9))))
 
 
-def agreed_interval(cost_s: float, step_s: float, ranks: Ranks) -> int:
-    """The largest ``affordable_interval`` of all ranks. Collective."""
-    return -ranks.start_all_reduce_min(-affordable_interval(cost_s, step_s))()
+class Interval:
+    """The steps between two times that something is done.
+
+    Args:
+        interval: it is done in each step that is a multiple; 0: never; AUTO: as often as costs ``_SHARE`` of the time.
+        name: for the log.
+        ranks: whose largest ``affordable_interval`` counts.
+        longest: steps, with AUTO; 0 for no limit.
+    """
+
+    def __init__(self, interval: int, name: str, ranks: Ranks, longest: int = 0) -> None:
+        self.is_auto = interval == AUTO
+        self._name, self._ranks, self._longest = name, ranks, longest
+        self._steps, self._num_done = _FIRST_STEPS if self.is_auto else interval, 0
+        self.restart()
+
+    def restart(self) -> None:
+        """Begins to measure again, as the next step may be an earlier one."""
+        self._last: int | None = None  # step of the last time; None: at the first call of ``is_due``
+        self._next, self._num_chosen = 0, 0
+
+    def is_due(self, step: int) -> bool:
+        """Whether it is to be done in a step. Local."""
+        if not self.is_auto:
+            return self._steps > 0 and step % self._steps == 0
+        if self._last is None:
+            self._last, self._next = step - 1, step - 1 + self._steps
+        return step >= self._next
+
+    def turn(self, step: int) -> int:
+        """A number that is one more each time it is done, for a step in which it is due. Local."""
+        return self._num_done if self.is_auto else step // self._steps
+
+    def done(self, step: int) -> None:
+        """Notes that it was done in a step. Local."""
+        self._last, self._next = step, step + self._steps
+        self._num_done += 1
+
+    def choose(self, cost_s: float, step_s: float, earliest: int = 0) -> None:
+        """With AUTO, chooses the interval from what it has cost now. Collective.
+
+        Args:
+            cost_s: seconds that training stood still.
+            step_s: seconds of a step without it.
+            earliest: the first step in which it can be done; one before that is settled.
+        """
+        self._num_chosen += 1
+        if self._num_chosen < 2 or self._last is None:  # the first time is not usual
+            return
+        self._steps = -self._ranks.start_all_reduce_min(-affordable_interval(cost_s, step_s))()
+        self._steps = min(self._steps, self._longest or self._steps)
+        if self._next >= earliest:
+            self._next = max(self._last + self._steps, earliest)
+        if self._num_chosen == 2:
+            text = "%s every %d steps: one costs %.4f s, a step takes %.3f s"
+            logger.info(text, self._name, self._steps, cost_s, step_s)

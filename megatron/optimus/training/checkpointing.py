@@ -186,7 +186,8 @@ class Checkpoints:
         self._last_step = step if is_exiting else -1
         self._note(self._saver.poll())
         if self._memory is not None and self._memory_is_due(step) and not is_exiting:
-            self._memory.start(self._memory_slices(), self._header("full", step, consumed_samples))
+            began = self._memory.clock()
+            self._memory.start(self._memory_slices(), self._header("full", step, consumed_samples), began)
         uploads = is_exiting or self._any_due(step, options.save_interval * options.checkpoint_mirror_interval)
         if uploads and self._mirror is not None:
             self._to_upload.add(step)

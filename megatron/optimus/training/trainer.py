@@ -497,7 +497,7 @@ class Trainer:
         loss = others.pop("loss", 0.0)
         with self.run.ranks.failing_alike():
             self.integrity.judge(queued.step, result.metrics)
-            self.integrity.choose_interval(queued.step, queued.time.seconds)
+            self.integrity.choose_intervals(queued.step, queued.time)
             self._judge(queued.step, loss, result, others)
         if unreadable is not None:
             logger.info("validation data cannot be read: saving step %d", self.step)
