@@ -46,6 +46,11 @@ class Region(NamedTuple):
     stop: int
     box: Box | None = None
 
+    @classmethod
+    def from_json(cls, shape: Sequence[int], start: int, stop: int, box: Sequence[Sequence[int]] | None) -> Region:
+        """Makes a region of one's fields as JSON gives them back, with lists for tuples."""
+        return cls(tuple(shape), start, stop, None if box is None else tuple((low, high) for low, high in box))
+
     @property
     def numel(self) -> int:
         """Number of elements in the region."""

@@ -97,7 +97,7 @@ def _check_directory(path: Path, manifest: Manifest) -> None:
         try:
             check_regular(path / name, size)
         except CheckpointError as error:
-            raise CheckpointError(f"{error}; it holds {reader.contents(manifest, name)}") from error
+            raise CheckpointError(f"{error}; it holds {manifest.contents_of(name)}") from error
 
 
 def latest(root: Path, kind: str = "full") -> Path | None:

@@ -309,8 +309,12 @@ def test_every_byte_is_read_once_by_some_rank(tmp_path, savers, columns, loaders
 
 
 def _load_damaged(rank, world, root):
-    """The checkpoint that is loaded, and what is said where rank 0 cannot list the folder."""
+    """The checkpoint that is loaded; what is said where rank 1 has no memory, and where rank 0 cannot list the folder."""
     found, said = load_newest(root, store.everything)[0].name, []
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(CheckpointError, match="failed on rank 1"):
+        if rank == 1:
+            patch.setattr(store.reader, "ReadAhead", without_memory)
+        load_newest(root, store.everything)
     if rank == 0:
         store.commit.list_committed = failing_scan
     for listing in (lambda: load_newest(root, store.everything), lambda: has_good(root, Ranks(None, "cpu"))):
@@ -319,6 +323,10 @@ def _load_damaged(rank, world, root):
         except CheckpointError as error:
             said.append(str(error))
     return found, said
+
+
+def without_memory(*args):
+    raise RuntimeError("cannot pin memory")
 
 
 def failing_scan(*args):
