@@ -176,6 +176,11 @@ class TensorSlice:
                 yield self.tensor[start:stop].to(self.dtype)
 
 
+def tensors_to_copy(slices: Sequence[TensorSlice]) -> list[TensorSlice]:
+    """What a copy of these slices takes, in their order: ``memory`` of each that has elements."""
+    return [memory for piece in slices if piece.start < piece.stop for memory in piece.memory()]
+
+
 # ---- boxes
 
 

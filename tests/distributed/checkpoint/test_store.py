@@ -309,7 +309,7 @@ def test_every_byte_is_read_once_by_some_rank(tmp_path, savers, columns, loaders
 
 
 def _load_damaged(rank, world, root):
-    """The checkpoint that is loaded; what is said where rank 1 has no memory, and where rank 0 cannot list the folder."""
+    """Loads after damage, then where rank 1 has no memory, then where rank 0 cannot list the folder."""
     found, said = load_newest(root, store.everything)[0].name, []
     with pytest.MonkeyPatch.context() as patch, pytest.raises(CheckpointError, match="failed on rank 1"):
         if rank == 1:
