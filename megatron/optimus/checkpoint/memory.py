@@ -116,33 +116,34 @@ class MemoryCheckpoints:
             describe(s, is_on_disk=(s.name, s.kind, s.region) in written) for s in slices if s.start < s.stop
         ]
         need = sum(piece.tensor.nbytes for piece in tensors_to_copy(slices))
-        files = len(self._own + self._copies)
-        missing = files * need - sum(slot.free_bytes()[1] for slot in self._own + self._copies)
-        answer = json.dumps([self._node, max(0, missing), files * need]).encode()
-        everyone = [json.loads(data) for data in self._ranks.all_gather_bytes(answer)]
-        here = [(new, all_) for node, new, all_ in everyone if node == self._node]
-        self._ranks.run_on_all_ranks(lambda: self._check_room(here, files, need), task, CheckpointError)
+        files = self._own + self._copies
+        total = len(files) * need
+        missing = max(0, total - sum(file.free_bytes()[1] for file in files))
+        of_ranks = self._all_gather([missing, total])
+        of_node = [of_ranks[rank] for rank in self._neighbours]
+        self._ranks.run_on_all_ranks(lambda: self._check_room(of_node, need), task, CheckpointError)
 
         def reserve() -> None:
-            for slot in self._own:
-                slot.snapshot.reserve(tensors_to_copy(slices))
+            for file in self._own:
+                file.snapshot.reserve(tensors_to_copy(slices))
 
         self._ranks.run_on_all_ranks(reserve, task, CheckpointError)
         sizes = self._all_gather(self._own[0].num_bytes)
-        source = self._source
 
         def reserve_copies() -> None:
-            for slot in self._copies:
-                slot.map(sizes[source or 0])
+            for file in self._copies:  # none without a source
+                file.map(sizes[self._source or 0])
 
         self._ranks.run_on_all_ranks(reserve_copies, task, CheckpointError)
 
-    def _check_room(self, here: list[tuple[int, int]], files: int, need: int) -> None:
-        missing, total = (sum(numbers) for numbers in zip(*here, strict=True))
+    def _check_room(self, of_node: list[list[int]], need: int) -> None:
+        """Raises CheckpointError where the node lacks memory; ``of_node``: bytes missing and in all, of each rank."""
+        missing, total = (sum(numbers) for numbers in zip(*of_node, strict=True))
+        files = len(self._own + self._copies)
         free = min(host_memory()[0], self._own[0].free_bytes()[0])
         if missing > free:
             raise CheckpointError(
-                f"the {len(here)} ranks of this node need {total / GIB:.1f} GiB of host memory, {files} copies of "
+                f"the {len(of_node)} ranks of this node need {total / GIB:.1f} GiB of host memory, {files} copies of "
                 f"{need / GIB:.2f} GiB each, and {free / GIB:.1f} GiB are free; use a smaller optimizer_state_dtype, "
                 "more ranks on more nodes, or memory_checkpoint_interval=0"
             )
@@ -176,38 +177,38 @@ class MemoryCheckpoints:
         if self._interval == AUTO:
             self._choose_interval(header.step, began)
         self._newest = 1 - self._newest
-        slot, manifest = self._own[self._newest], header.to_bytes().decode()
-        slot.clear()
-        views = slot.snapshot.take(tensors_to_copy(slices))
-        base = slot.data(slot.num_bytes).data_ptr()
+        file, manifest = self._own[self._newest], header.to_bytes().decode()
+        file.clear()
+        views = file.snapshot.take(tensors_to_copy(slices))
+        base = file.data(file.num_bytes).data_ptr()
         index = {
             "layout": layout_of(slices),
             "start": self._start,
             "rank": self._ranks.rank,
             "ranks": self._ranks.size,
             "pieces": self._pieces,
-            "sizes": slot.sizes,
+            "sizes": file.sizes,
             "offsets": [view.data_ptr() - base for view in views],
             "manifest": manifest,
         }
         copy = self._copies[self._newest] if self._copies else None
-        self._task = Task(lambda: self._finish(slot, copy, header.step, index))
+        self._task = Task(lambda: self._finish(file, copy, header.step, index))
         self._num_copies, self._last_step, self._went_on = self._num_copies + 1, header.step, time.perf_counter()
         self._cost_s = self._went_on - began
         self._stall_s = (self._stall_s or 0.0) + self._cost_s
 
-    def _finish(self, slot: StateFile, copy: StateFile | None, step: int, index: dict[str, Any]) -> None:
+    def _finish(self, file: StateFile, copy: StateFile | None, step: int, index: dict[str, Any]) -> None:
         """Completes this rank's file and exchanges it with the buddies; in the background."""
-        _, error = attempt(lambda: self._complete(slot, step, index))
+        _, error = attempt(lambda: self._complete(file, step, index))
         if copy is not None:  # also after an error: the buddies wait for this rank
-            self._exchange(slot, self._target, copy, self._source)
+            self._exchange(file, self._target, copy, self._source)
         if error is not None:
             raise error
 
-    def _complete(self, slot: StateFile, step: int, index: dict[str, Any]) -> None:
-        slot.snapshot.wait()
-        digests, self._thread_s = digests_of(slot.data(slot.num_bytes))
-        slot.commit(step, slot.num_bytes, index | {"digests": digests})
+    def _complete(self, file: StateFile, step: int, index: dict[str, Any]) -> None:
+        file.snapshot.wait()
+        digests, self._thread_s = digests_of(file.data(file.num_bytes))
+        file.commit(step, file.num_bytes, index | {"digests": digests})
 
     def _join(self) -> Exception | None:
         """Waits for the thread; returns its error. Local."""
@@ -233,8 +234,8 @@ class MemoryCheckpoints:
 
     def before_update(self) -> None:
         """Queues the coming update behind a copy that is under way. Call it before every optimizer step. Local."""
-        for slot in self._own:
-            slot.snapshot.before_update()
+        for file in self._own:
+            file.snapshot.before_update()
 
     def take_stall(self) -> float | None:
         """Returns the seconds that training stood still for copies since the last call; None without one. Local."""
@@ -244,15 +245,15 @@ class MemoryCheckpoints:
     def forget(self) -> None:
         """Makes all generations of this rank incomplete, as after wrong numbers. Local."""
         self._join()
-        for slot in self._own + self._copies:
-            slot.clear()
+        for file in self._own + self._copies:
+            file.clear()
         self._num_copies, self._next_step = 0, -1  # training may go on from an earlier step
 
     def close(self) -> None:
         """Frees the memory; the run is over. Local."""
         self._join()
-        for slot in self._own + self._copies:
-            slot.free()
+        for file in self._own + self._copies:
+            file.free()
         with contextlib.suppress(OSError):  # the last rank of the node
             if sorted(os.listdir(self._folder)) == ["used"]:
                 (self._folder / "used").unlink()
