@@ -1,4 +1,4 @@
-"""How often to do what training stands still for, so that it takes a two-hundredth of the steps' time (``auto``)."""
+"""How often to do what training stands still for: every N steps, or so that it takes 0.5% of the time (``auto``)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def affordable_interval(cost_s: float, step_s: float) -> int:
 
 
 class Interval:
-    """The steps between two times that something is done.
+    """The steps between two times that something is done, in ``steps``.
 
     Args:
         interval: it is done in each step that is a multiple; 0: never; AUTO: as often as costs ``_SHARE`` of the time.
@@ -35,32 +35,26 @@ class Interval:
     """
 
     def __init__(self, interval: int, name: str, ranks: Ranks, longest: int = 0) -> None:
-        self.is_auto = interval == AUTO
+        self.is_auto, self.steps = interval == AUTO, _FIRST_STEPS if interval == AUTO else interval
         self._name, self._ranks, self._longest = name, ranks, longest
-        self._steps, self._num_done = _FIRST_STEPS if self.is_auto else interval, 0
         self.restart()
 
     def restart(self) -> None:
-        """Begins to measure again, as the next step may be an earlier one."""
-        self._last: int | None = None  # step of the last time; None: at the first call of ``is_due``
-        self._next, self._num_chosen = 0, 0
+        """With AUTO, begins to measure again. Local."""
+        self._next: int | None = None  # with AUTO: the step in which it is due; counted from the next ``is_due``
+        self._num_chosen = 0
 
     def is_due(self, step: int) -> bool:
         """Whether it is to be done in a step. Local."""
         if not self.is_auto:
-            return self._steps > 0 and step % self._steps == 0
-        if self._last is None:
-            self._last, self._next = step - 1, step - 1 + self._steps
-        return step >= self._next
-
-    def turn(self, step: int) -> int:
-        """A number that is one more each time it is done, for a step in which it is due. Local."""
-        return self._num_done if self.is_auto else step // self._steps
+            return self.steps > 0 and step % self.steps == 0
+        if self._next is None:
+            self.done(step - 1)
+        return step >= (self._next or 0)
 
     def done(self, step: int) -> None:
         """Notes that it was done in a step. Local."""
-        self._last, self._next = step, step + self._steps
-        self._num_done += 1
+        self._next = step + self.steps
 
     def choose(self, cost_s: float, step_s: float, earliest: int = 0) -> None:
         """With AUTO, chooses the interval from what it has cost now. Collective.
@@ -71,12 +65,13 @@ class Interval:
             earliest: the first step in which it can be done; one before that is settled.
         """
         self._num_chosen += 1
-        if self._num_chosen < 2 or self._last is None:  # the first time is not usual
+        if self._num_chosen < 2 or self._next is None:  # the first time is not usual
             return
-        self._steps = -self._ranks.start_all_reduce_min(-affordable_interval(cost_s, step_s))()
-        self._steps = min(self._steps, self._longest or self._steps)
+        last = self._next - self.steps
+        self.steps = -self._ranks.start_all_reduce_min(-affordable_interval(cost_s, step_s))()
+        self.steps = min(self.steps, self._longest or self.steps)
         if self._next >= earliest:
-            self._next = max(self._last + self._steps, earliest)
+            self._next = max(last + self.steps, earliest)
         if self._num_chosen == 2:
             text = "%s every %d steps: one costs %.4f s, a step takes %.3f s"
-            logger.info(text, self._name, self._steps, cost_s, step_s)
+            logger.info(text, self._name, self.steps, cost_s, step_s)

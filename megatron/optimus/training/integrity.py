@@ -167,7 +167,7 @@ class Integrity:
         if not self._gradient_interval.is_due(step):
             return
         begin, mesh = DeviceEvent(self._run.device), self._run.mesh
-        source = gradient_source(mesh.layout, mesh.index("dp"), self._gradient_interval.turn(step))
+        source = gradient_source(mesh.layout, mesh.index("dp"), step // self._gradient_interval.steps)
         read = partial(self._data.batch_of_rank, consumed_samples, source, count=1)
         [other] = self._run.ranks.run_on_all_ranks(read, "reading another rank's data", DataError)
         both = (batches[0], other.to(self._run.device))
