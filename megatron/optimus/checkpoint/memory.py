@@ -88,7 +88,6 @@ class MemoryCheckpoints:
             log.warning("nodes have different numbers of ranks: memory checkpoints have no copy on another node")
         self._newest = 0  # index of the own file that is not written next
         self._task: Task | None = None
-        self._has_failed = False
         self._stall_s: float | None = None  # since ``take_stall``
         # What the last copy took of training, when it began to run beside it (by ``clock``), and after which step.
         self._cost_s = self._thread_s = self._went_on = 0.0
@@ -153,7 +152,7 @@ class MemoryCheckpoints:
 
     def is_due(self, step: int) -> bool:
         """Whether ``step`` is to be copied. Local."""
-        return not self._has_failed and self._interval.is_due(step)
+        return self._interval.is_due(step)
 
     def start(self, slices: Sequence[TensorSlice], header: Manifest, began: float | None = None) -> None:
         """Begins to copy the state over the older generation, once all ranks have finished the newer one.
@@ -170,7 +169,7 @@ class MemoryCheckpoints:
         error = self._join()
         failure = self._ranks.first_failure(error)
         if failure is not None:
-            self._has_failed = True
+            self._interval = Interval(0, "", self._ranks)
             if error is not None or self._ranks.rank == 0:
                 reason = error or f"see the message of rank {failure[0]}"
                 log.warning("the memory checkpoint failed, and no more are made in this process: %s", reason)

@@ -14,14 +14,9 @@ _SHARE = 0.005  # three that a run may have, with all else that it watches, stay
 logger = logging.getLogger("optimus")
 
 
-def affordable_interval(cost_s: float, step_s: float) -> int:
-    """The fewest steps between two times for which they cost at most ``_SHARE`` of the steps' time.
-
-    Args:
-        cost_s: seconds that training stands still each time.
-        step_s: seconds of a step without it.
-    """
-    return max(1, math.ceil(cost_s / (_SHARE * max(step_s, 1e-9))))
+def is_multiple(step: int, interval: int) -> bool:
+    """Whether a step is a multiple of an interval; 0 has none."""
+    return interval > 0 and step % interval == 0
 
 
 class Interval:
@@ -30,7 +25,7 @@ class Interval:
     Args:
         interval: it is done in each step that is a multiple; 0: never; AUTO: as often as costs ``_SHARE`` of the time.
         name: for the log.
-        ranks: whose largest ``affordable_interval`` counts.
+        ranks: whose largest interval counts.
         longest: steps, with AUTO; 0 for no limit.
     """
 
@@ -47,7 +42,7 @@ class Interval:
     def is_due(self, step: int) -> bool:
         """Whether it is to be done in a step. Local."""
         if not self.is_auto:
-            return self.steps > 0 and step % self.steps == 0
+            return is_multiple(step, self.steps)
         if self._next is None:
             self.done(step - 1)
         return step >= (self._next or 0)
@@ -68,7 +63,8 @@ class Interval:
         if self._num_chosen < 2 or self._next is None:  # the first time is not usual
             return
         last = self._next - self.steps
-        self.steps = -self._ranks.start_all_reduce_min(-affordable_interval(cost_s, step_s))()
+        own = max(1, math.ceil(cost_s / (_SHARE * max(step_s, 1e-9))))
+        self.steps = -self._ranks.start_all_reduce_min(-own)()
         self.steps = min(self.steps, self._longest or self.steps)
         if self._next >= earliest:
             self._next = max(last + self.steps, earliest)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.optimus.platform.intervals import AUTO, Interval, affordable_interval
+from megatron.optimus.platform.intervals import AUTO, Interval
 from megatron.optimus.platform.ranks import Ranks
 
 
 @pytest.mark.parametrize(
-    ("cost", "step", "interval"),
+    ("cost", "step", "steps"),
     [(0.009, 0.38, 5), (0.005, 1.0, 1), (0.00501, 1.0, 2), (0.0, 1.0, 1), (1.0, 0.0, 2 * 10**11)],
 )
-def test_auto_costs_at_most_a_two_hundredth(cost: float, step: float, interval: int) -> None:
-    assert affordable_interval(cost, step) == interval
-    assert cost <= 0.005 * interval * max(step, 1e-9) * (1 + 1e-9)
+def test_auto_costs_at_most_a_two_hundredth(cost: float, step: float, steps: int) -> None:
+    interval = Interval(AUTO, "copies", Ranks.alone())
+    assert not interval.is_due(1)
+    for _ in range(2):
+        interval.choose(cost, step)
+    assert interval.steps == steps and cost <= 0.005 * steps * max(step, 1e-9) * (1 + 1e-9)
 
 
 def test_auto_follows_the_cost() -> None:
