@@ -121,15 +121,16 @@ class Integrity:
             step: whose numbers the host has just read.
             time: of that step, comparisons included.
         """
+        gradient_s = 0.0
         if step in self._gradient_spans:
             begin, end = self._gradient_spans.pop(step)
-            cost_s = end.work_seconds_since(begin)
-            self._gradient_interval.choose(cost_s, time.work_seconds - cost_s, earliest=self._queued + 1)
+            gradient_s = end.work_seconds_since(begin)
+            self._gradient_interval.choose(gradient_s, time.work_seconds - gradient_s, earliest=self._queued + 1)
         if step not in self._spans:
             return
         spans = self._spans.pop(step)  # of the step before, and of this one
         costs = [end.work_seconds_since(begin) for begin, end in spans]
-        step_s = time.work_seconds - costs[-1]
+        step_s = time.work_seconds - costs[-1] - gradient_s
         for begin, end in self._spans.get(step + 1, [])[:1]:  # its checksums were taken in this step
             step_s -= end.work_seconds_since(begin)
         self._interval.choose(sum(costs), step_s, earliest=self._queued + 2)  # checksums are taken a step before
