@@ -37,7 +37,7 @@ class Interval:
     def restart(self) -> None:
         """With AUTO, begins to measure again. Local."""
         self._next: int | None = None  # with AUTO: the step in which it is due; counted from the next ``is_due``
-        self._num_chosen = 0
+        self._num_chosen, self._cost_s = 0, math.inf
 
     def is_due(self, step: int) -> bool:
         """Whether it is to be done in a step. Local."""
@@ -59,6 +59,7 @@ class Interval:
             step_s: seconds of a step without it.
             earliest: the first step in which it can be done; one before that is settled.
         """
+        cost_s, self._cost_s = min(cost_s, self._cost_s), cost_s  # one that was interrupted is no measure
         self._num_chosen += 1
         if self._num_chosen < 2 or self._next is None:  # the first time is not usual
             return
