@@ -178,7 +178,7 @@ class Saver:
         plan = self._plan(slices, header)
         temporary = self._new_directory(header)
         job = Job(header, plan, [], None, temporary, retain, began)
-        job.local = self._local / temporary.name if self._local is not None else None
+        job.local = self._local_directory(temporary)
         job.phases = self._phases(job)
         _, error = attempt(lambda: self._attach_tensors(job, _with_values(slices)))
         if error is not None:
@@ -195,6 +195,9 @@ class Saver:
         self._num_saves += 1
         nonce = (self._first_nonce + self._num_saves) % (1 << 62)
         return commit.temporary_path(self._root, header.step, nonce, header.kind)
+
+    def _local_directory(self, temporary: Path) -> Path | None:
+        return None if self._local is None else self._local / temporary.name
 
     def _attach_tensors(self, job: Job, slices: list[TensorSlice]) -> None:
         """Gives the job the tensors to write: a copy to host memory that has been started, or the live ones."""
@@ -319,6 +322,8 @@ class Saver:
         job.phase = min(job.phase, 1) if job.local is not None else 0
         self._remove(job, job.local if job.phase == 0 else None)
         job.temporary, job.attempts = self._new_directory(job.header), job.attempts + 1
+        if job.phase == 0:  # not where another rank may still be removing the first attempt
+            job.local = self._local_directory(job.temporary)
         pause = min(FIRST_PAUSE_S * 2 ** (job.attempts - 1), LONGEST_PAUSE_S)
         self._on_failure(job.header.step, f"{error}; the next attempt is in {pause:g} s, training goes on")
         if job.phase == 0 and any(later.header.kind == job.header.kind for later in list(self._jobs)[1:]):
@@ -411,19 +416,19 @@ class Saver:
         job.task = Task(after_pause if pause_s else action) if action is not None else None
 
     def _phases(self, job: Job) -> list[Callable[[], None] | None]:
-        is_first = self._ranks.rank == 0
-        local = job.local
+        is_first, local = self._ranks.rank == 0, self._local
         if local is None:
-            return [lambda: write(job, job.temporary), (lambda: self._commit(job)) if is_first else None]
+            return [lambda: write(job, job.first_directory), (lambda: self._commit(job)) if is_first else None]
 
         def end() -> None:
             if is_first:
                 self._commit(job)
             if job.plan.cleans_local_disk:
-                for leftover in list(local.parent.iterdir()):  # also those of killed saves
+                for leftover in list(local.iterdir()):  # also those of killed saves
                     files.delete_tree(leftover)
 
-        return [lambda: write(job, local), lambda: copy(job, local), end]
+        # A later attempt has other directories.
+        return [lambda: write(job, job.first_directory), lambda: copy(job, job.first_directory), end]
 
     def _commit(self, job: Job) -> None:
         """Commits a save whose pieces are all written, on rank 0: manifest, rename, deletion of older checkpoints."""

@@ -169,8 +169,8 @@ def test_a_disk_of_the_node_that_cannot_be_used_is_named(tmp_path, monkeypatch):
         it.drain()
 
 
-def test_a_copy_from_the_disk_of_the_node_that_broke_off_is_tried_again(tmp_path, monkeypatch):
-    """What the first attempt has copied says nothing of what is to be copied."""
+def test_a_save_by_way_of_the_disk_of_the_node_is_tried_again(tmp_path, monkeypatch):
+    """What a copy that broke off has copied says nothing of what is to be copied."""
     monkeypatch.setattr(saver, "FIRST_PAUSE_S", 0.0)
     monkeypatch.setattr(writer, "BLOCK_BYTES", ALIGNED)
     state = {(name, "master"): torch.arange(4 * ALIGNED, dtype=torch.float32) for name in "ab"}
@@ -193,6 +193,21 @@ def test_a_copy_from_the_disk_of_the_node_that_broke_off_is_tried_again(tmp_path
     requests = whole_requests(state)
     load(saved.path, requests)
     assert_holds(requests, state)
+    monkeypatch.setattr(saver, "copy", writer.copy)
+    directories = []
+
+    def write(job, directory):
+        directories.append(directory)
+        if len(directories) == 1:
+            full()
+        writer.write(job, directory)
+
+    monkeypatch.setattr(saver, "write", write)
+    it.start(owned(state), header(2), retain=2)
+    assert [saved.step for saved in it.drain()] == [2]
+    first, second = directories
+    assert first != second, "another rank may still be removing what the first attempt has written"
+    assert [list(folder.iterdir()) for folder in (tmp_path / "local").iterdir()] == [[]]
 
 
 def test_full_ones_roll_and_model_only_ones_stay(tmp_path):
