@@ -325,15 +325,18 @@ class Saver:
         if job.phase == 0:  # not where another rank may still be removing the first attempt
             job.local = self._local_directory(job.temporary)
         pause = min(FIRST_PAUSE_S * 2 ** (job.attempts - 1), LONGEST_PAUSE_S)
-        self._on_failure(job.header.step, f"{error}; the next attempt is in {pause:g} s, training goes on")
-        if job.phase == 0 and any(later.header.kind == job.header.kind for later in list(self._jobs)[1:]):
-            self._jobs.popleft()  # its copy in host memory belongs to the later save
+        # Its copy in host memory may belong to a later save now.
+        is_lost = job.phase == 0 and any(later.header.kind == job.header.kind for later in list(self._jobs)[1:])
+        outlook = "a later step is saved in its place" if is_lost else f"the next attempt is in {pause:g} s"
+        self._on_failure(job.header.step, f"{error}; {outlook}, training goes on")
+        if is_lost:
+            self._jobs.popleft()
             self._begin(self._jobs[0])
         else:
             self._begin(job, pause)
 
     def _drop_failing(self, header: Manifest) -> None:
-        """Gives up saves that have failed and are tried again, where a newer one takes their place. Collective."""
+        """Gives up a save that has failed and is tried again, and what waits behind it, for a newer one. Collective."""
         if not self._jobs or not self._jobs[0].attempts:
             return
         job = self._jobs[0]
@@ -345,7 +348,9 @@ class Saver:
         job.is_dropped.set()
         self._end_writing(job)
         self._remove(job, job.local)
-        log.warning("step %d could not be saved: step %d is saved in its place", job.header.step, header.step)
+        for dropped in self._jobs:
+            words = dropped.header.step, dropped.header.kind, header.step
+            log.warning("step %d could not be saved (%s checkpoint): step %d is saved now", *words)
         self._jobs.clear()
 
     def _end_writing(self, job: Job) -> None:

@@ -210,6 +210,28 @@ def test_a_save_by_way_of_the_disk_of_the_node_is_tried_again(tmp_path, monkeypa
     assert [list(folder.iterdir()) for folder in (tmp_path / "local").iterdir()] == [[]]
 
 
+def test_a_newer_save_takes_the_place_of_all_that_wait_behind_one_that_fails(tmp_path, monkeypatch, caplog):
+    it, said = Saver(tmp_path, retry_seconds=60.0, on_failure=lambda step, text: said.append(text)), []
+
+    def write(job, directory):
+        if job.header.step == 1:
+            raise OSError(28, "No space left on device")
+        writer.write(job, directory)
+
+    monkeypatch.setattr(saver, "write", write)
+    weights = [piece for piece in owned(whole_state(1)) if piece.kind in ("weight", "buffer")]
+    it.start(owned(whole_state(1)), header(1), retain=2)
+    it.start(weights, header(1, "model"), retain=None)
+    deadline = time.monotonic() + 30
+    while not said and time.monotonic() < deadline:
+        assert it.poll() == []
+    assert "the next attempt is in 1 s" in said[0]
+    it.start(owned(whole_state(2)), header(2), retain=2)
+    assert [saved.path.name for saved in it.drain()] == ["step-00000002"]
+    for kind in ("full", "model"):  # each that is lost is named
+        assert f"step 1 could not be saved ({kind} checkpoint): step 2 is saved now" in caplog.text
+
+
 def test_full_ones_roll_and_model_only_ones_stay(tmp_path):
     saver = Saver(tmp_path, asynchronous=False)
     for step in range(1, 6):
