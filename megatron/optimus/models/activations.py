@@ -93,17 +93,17 @@ def layer_parts(
 def _norm(name: str, rank: RankPlan, kernels: Kernels, *, recomputes: bool) -> PartMemory:
     """A norm keeps its input, the residual; its output, which the part behind keeps; and torch's its statistics."""
     tokens, width, stream = rank.sequence_parallel_tokens, rank.model.hidden_size, rank.residual_bytes
-    if rank.model.normalization is Normalization.LAYERNORM_NONPARAMETRIC and kernels.fused_elementwise:
-        part = PartMemory(name, 2 * stream + 2 * FP32 * tokens, stream, 2 * stream)
-        return part.recomputed(2 * stream) if recomputes else part
-    if rank.model.normalization is Normalization.LAYERNORM_NONPARAMETRIC:
+    is_parametric = rank.model.normalization is not Normalization.LAYERNORM_NONPARAMETRIC
+    if is_parametric and width <= kernels.norm_width:
+        statistics = 0
+    elif is_parametric:
+        statistics = FP32 * tokens + (0 if kernels.fused_norm else stream)
+    else:
+        statistics = 2 * FP32 * tokens
+    part = PartMemory(name, 2 * stream + statistics, stream, 2 * stream)
+    if not (is_parametric or kernels.fused_elementwise):  # on an fp32 copy of the input
         wide = tokens * width * FP32
-        part = PartMemory(name, wide + 2 * FP32 * tokens + stream, wide, 3 * wide)
-        return part.recomputed(2 * stream) if recomputes else part
-    further = FP32 * tokens + (0 if kernels.fused_norm else stream)
-    if width <= kernels.norm_width:
-        further = 0
-    part = PartMemory(name, 2 * stream + further, stream, 2 * stream)
+        part = PartMemory(name, wide + stream + statistics, wide, 3 * wide)
     return part.recomputed(2 * stream) if recomputes else part
 
 
