@@ -192,6 +192,7 @@ def head_work(rank: RankPlan, kernels: Kernels = CUDA) -> OperationCounts:
     model, tp, tokens = rank.model, rank.layout.tp, rank.tokens
     vocabulary = model.vocab_size / tp
     chunks = max(1.0, tokens * vocabulary / loss_chunk(rank, kernels))
-    traffic = bytes_per_element(kernels).loss * vocabulary * tokens + chunks * (2 * FP32 + 2) * vocabulary * model.hidden_size
-    traffic += norm_bytes(rank, kernels) * tokens * model.hidden_size
+    logits = bytes_per_element(kernels).loss * vocabulary * tokens
+    weight = chunks * (2 * FP32 + 2) * vocabulary * model.hidden_size
+    traffic = logits + weight + norm_bytes(rank, kernels) * tokens * model.hidden_size
     return OperationCounts(gemm_flops=TRAINING * tokens * head_cost(model) / tp, memory_bytes=traffic, layers=1.0)
