@@ -141,9 +141,7 @@ def shared_work(rank: RankPlan, kernels: Kernels = CUDA) -> OperationCounts:
 
 def last_product_work(rank: RankPlan) -> OperationCounts:
     """Counts the last product of a layer's experts' backward, beside which their gradients travel."""
-    return OperationCounts(
-        experts=TRAINING * rank.sequence_parallel_tokens * rank.layer_costs[True].experts * 2 / 9
-    )
+    return OperationCounts(experts=TRAINING * rank.sequence_parallel_tokens * rank.layer_costs[True].experts * 2 / 9)
 
 
 def router_work(rank: RankPlan, kernels: Kernels = CUDA) -> OperationCounts:
