@@ -166,12 +166,14 @@ class Mirror:
         return sorted(one for one in found if one is not None and one.kind == "full")
 
     def _manifest(self, name: str) -> tuple[Manifest, bytes]:
-        """Reads a manifest, and checks that its files have the sizes that it says."""
+        """Reads a manifest, and checks that it is of this name and its files have the sizes that it says."""
         place = f"{self._root}/{name}/{MANIFEST_NAME}"
         if self._fs.info(place)["size"] > MAX_MANIFEST_BYTES:
             raise CheckpointError(f"{place}: larger than {MAX_MANIFEST_BYTES} bytes")
         data = self._fs.cat_file(place)
         manifest = parse_manifest(data, place)
+        if commit.Committed(manifest.step, 0, manifest.kind).name != name.partition(".")[0]:
+            raise CheckpointError(f"{place}: is of a {manifest.kind!r} checkpoint of step {manifest.step}")
         for file, size in manifest.files.items():
             if (sent := self._fs.info(f"{self._root}/{name}/{file}")["size"]) != size:
                 raise CheckpointError(f"{file} has {sent} bytes, the manifest says {size}")
@@ -196,8 +198,8 @@ class Mirror:
                     out.flush()
                     os.fsync(out.fileno())
             files.write_new(temporary / MANIFEST_NAME, data)
+            load_manifest(temporary)  # what is committed is whole: the run would not look at the URL again
             path = folder / commit.commit(folder, temporary, item.step).name
-            load_manifest(path)
         except Exception as error:  # of the service too
             with contextlib.suppress(OSError):
                 files.delete_tree(temporary)
