@@ -101,7 +101,7 @@ def test_what_does_not_come_whole_is_not_committed(tmp_path, monkeypatch):
     assert upload(mirror, saved(tmp_path / "a", 4)) == []
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "copyfileobj", lambda source, out, length: out.write(source.read(10)))
-        with pytest.raises(CheckpointError, match="cannot be downloaded: .*has 10 bytes, the manifest says"):
+        with pytest.raises(CheckpointError, match=r"cannot be downloaded: .*has 10 bytes, the manifest says"):
             mirror.fetch("step-00000004", tmp_path / "c")
     assert not list(tmp_path.glob("c/*"))
     (tmp_path / "mirror" / "step-00000004").rename(tmp_path / "mirror" / "step-00000009")
