@@ -24,7 +24,7 @@ from torch import Tensor
 
 from megatron.optimus.inference.generate import Completion, Limits, Request
 from megatron.optimus.inference.load import TextModel
-from megatron.optimus.inference.sampling import Sampling, choose, tokens_seen
+from megatron.optimus.inference.sampling import NOT_FINITE, Sampling, choose, tokens_seen
 from megatron.optimus.inference.server.engine import IDLE_SECONDS, Engine
 from megatron.optimus.inference.server.metrics import Metrics
 from megatron.optimus.inference.server.paged_cache import Chunk, num_pages
@@ -329,7 +329,7 @@ class Scheduler:
         for row, (request, _, _) in enumerate(rows):
             update, id_, logprob = updates[request], int(ids[row]), scores[row]
             if not math.isfinite(logprob):
-                update.error = "the model's logits are not finite: the checkpoint has NaN or infinite weights"
+                update.error = NOT_FINITE
                 continue
             token = Token(id_, logprob, tops[row][: request.top_logprobs])
             if row not in is_open:
