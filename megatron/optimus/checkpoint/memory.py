@@ -439,28 +439,27 @@ class MemoryCheckpoints:
         come; the others have gone on then.
         """
         found = None if sent is None else sent.state()
-        text = b"-" if found is None else json.dumps(found.index).encode()
-        head = [-1, 0, 0] if found is None else [found.generation.step, found.generation.num_bytes, len(text)]
-        its_head = torch.tensor([-1, 0, 0])
-        self._transfer(None if sent is None else torch.tensor(head), to, None if received is None else its_head, source)
-        step, num_bytes, length = its_head.tolist()
+        said = [] if found is None else [found.generation.step, found.generation.num_bytes, found.index]
+        text = torch.frombuffer(bytearray(json.dumps(said).encode()), dtype=torch.uint8)
+        length, its_length = torch.tensor([len(text)]), torch.tensor([0])
+        self._transfer(None if sent is None else length, to, None if received is None else its_length, source)
+        its_text = torch.empty(int(its_length), dtype=torch.uint8)
+        self._transfer(None if sent is None else text, to, None if received is None else its_text, source)
+        its_said = [] if received is None else json.loads(its_text.numpy().tobytes())
         room: torch.Tensor | None = None
         error: Exception | None = None
         if received is not None:
             received.clear()
-            if step >= 0:
-                room, error = attempt(lambda: received.data(num_bytes))
+        if received is not None and its_said:
+            room, error = attempt(lambda: received.data(its_said[1]))
         # The other way round: whether there is room. A sender would wait for ever for a receiver that has none.
         has_room, its_has_room = torch.tensor([error is None]), torch.tensor([True])
         self._transfer(None if received is None else has_room, source, None if sent is None else its_has_room, to)
-        data = found.data if found is not None and its_has_room else None
-        message, its_text = torch.frombuffer(bytearray(text), dtype=torch.uint8), torch.empty(length, dtype=torch.uint8)
-        self._transfer(None if data is None else message, to, None if room is None else its_text, source)
-        self._transfer(data, to, room, source)
+        self._transfer(found.data if found is not None and its_has_room else None, to, room, source)
         if error is not None:
             raise error
-        if received is not None and room is not None:
-            received.commit(step, num_bytes, json.loads(its_text.numpy().tobytes()))
+        if received is not None and its_said:
+            received.commit(*its_said)
 
     def _transfer(
         self, out: torch.Tensor | None, to: int | None, into: torch.Tensor | None, source: int | None

@@ -165,7 +165,7 @@ def describe(piece: TensorSlice, *, is_on_disk: bool) -> list[Any]:
 
 def layout_of(slices: Sequence[TensorSlice]) -> str:
     """The hash ``layout`` of these slices."""
-    parts = [(s.name, s.kind, *s.region, [(str(m.tensor.dtype), len(m.tensor)) for m in s.memory()]) for s in slices]
+    parts = [describe(piece, is_on_disk=False) for piece in slices]
     return xxhash.xxh3_128_hexdigest(repr(parts).encode())
 
 

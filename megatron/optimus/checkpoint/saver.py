@@ -64,7 +64,6 @@ class Saved:
     path: Path
     kind: str
     step: int
-    num_bytes: int  # of the file that this rank wrote to
     stall_s: float  # in which training stood still on this rank: the host in ``start``, the device before its update
     drain_s: float  # from the start of the save until all ranks knew that it was committed
     hash_wait_s: float  # in which this rank wrote nothing because it was hashing
@@ -290,7 +289,6 @@ class Saver:
             path=self._root / name,
             kind=job.header.kind,
             step=job.header.step,
-            num_bytes=job.plan.file.num_bytes,
             stall_s=stall_s,
             drain_s=drain_s,
             hash_wait_s=job.hash_wait_s,
