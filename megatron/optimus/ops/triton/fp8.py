@@ -14,9 +14,8 @@ from torch import Tensor
 
 from megatron.optimus.ops.triton.tiles import ROW_TILE
 
-# Of a program's tile, as measured on an H200 with 16,384 x 2,048 and 65,536 x 1,024 elements.
-_LARGEST = {"ROWS": 128, "COLUMNS": 64, "num_warps": 4}
-_QUANTIZE = {"ROWS": 32, "COLUMNS": 256, "num_warps": 4}
+_ROWS, _COLUMNS = 128, 128  # of a program's tile
+_META = {"ROWS": _ROWS, "COLUMNS": _COLUMNS, "num_warps": 8}
 
 
 @triton.jit
@@ -43,13 +42,6 @@ def inverse_scale(largest_ptr, scale_ptr, LIMIT: tl.constexpr, is_writer):
     if is_writer:
         tl.store(scale_ptr, largest / LIMIT)
     return LIMIT / largest
-
-
-@triton.jit
-def raise_to(largest_ptr, value):
-    """Raises a number to a tile's maximum. Most tiles find it above theirs and need no atomic operation."""
-    if value > tl.load(largest_ptr, volatile=True):
-        tl.atomic_max(largest_ptr, value)
 
 
 @triton.jit
@@ -88,7 +80,7 @@ def _largest(
             values = tl.abs(swiglu(x_ptr, place, columns, inside))
         else:
             values = tl.abs(tl.load(x_ptr + place, mask=inside, other=0.0).to(tl.float32))
-        raise_to(largest_ptr, tl.max(tl.max(values, 1), 0))
+        tl.atomic_max(largest_ptr, tl.max(tl.max(values, 1), 0))
 
 
 @triton.jit
@@ -139,9 +131,9 @@ def largest_(
 ) -> None:  # fmt: skip
     """Raises ``largest`` (fp32 scalar) to the largest magnitude; arguments as of ``quantize_``."""
     rows = x_TN.shape[0]
-    _largest[(triton.cdiv(rows, _LARGEST["ROWS"]), triton.cdiv(columns, _LARGEST["COLUMNS"]))](
+    _largest[(triton.cdiv(rows, _ROWS), triton.cdiv(columns, _COLUMNS))](
         x_TN, x_TN if grad_TF is None else grad_TF, largest, num_tiles, rows, columns, x_TN.stride(0), SWIGLU=swiglu,
-        GRADIENT=grad_TF is not None, LIMITED=num_tiles is not None, ROW_TILE=ROW_TILE, **_LARGEST,
+        GRADIENT=grad_TF is not None, LIMITED=num_tiles is not None, ROW_TILE=ROW_TILE, **_META,
     )  # fmt: skip
 
 
@@ -167,11 +159,10 @@ def quantize_(
     assert out is not None, "one of them is wanted"
     num_rows, count = x_TN.shape[-2], x_TN.shape[0] if x_TN.dim() == 3 else 1
     padded = num_rows if columns is None else columns.shape[-1]
-    tiles = triton.cdiv(padded, _QUANTIZE["ROWS"]), triton.cdiv(num_columns, _QUANTIZE["COLUMNS"])
-    _quantize[(*tiles, count)](
+    _quantize[(triton.cdiv(padded, _ROWS), triton.cdiv(num_columns, _COLUMNS), count)](
         x_TN, x_TN if grad_TF is None else grad_TF, largest, scale, out, out if columns is None else columns, num_tiles,
         num_rows, num_columns, padded, x_TN.stride(-2), out.stride(-2), 0 if columns is None else columns.stride(-2),
         x_TN.stride(0), 0 if columns is None else columns.stride(0), LIMIT=torch.finfo(out.dtype).max, SWIGLU=swiglu,
         GRADIENT=grad_TF is not None, WITH_ROWS=rows is not None, WITH_COLUMNS=columns is not None,
-        LIMITED=num_tiles is not None, ROW_TILE=ROW_TILE, **_QUANTIZE,
+        LIMITED=num_tiles is not None, ROW_TILE=ROW_TILE, **_META,
     )  # fmt: skip

@@ -18,7 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megatron.optimus.ops.fp8 import FORWARD, GRADIENT, kept
 from megatron.optimus.ops.main_grads import kernel_output, store_gradient
-from megatron.optimus.ops.triton.fp8 import inverse_scale, largest_, quantize_, raise_to, store_transposed, swiglu_gradient
+from megatron.optimus.ops.triton.fp8 import inverse_scale, largest_, quantize_, store_transposed, swiglu_gradient
 from megatron.optimus.ops.triton.grouped_gemm import put_part
 from megatron.optimus.ops.triton.permute import spread_rows, spread_rows_and_weights, sum_rows
 from megatron.optimus.ops.triton.row_order import PaddedRowOrder, order_rows
@@ -102,6 +102,13 @@ def _spread_columns(
 
 
 @triton.jit
+def _raise_to(largest_ptr, value):
+    """Raises a number to a tile's maximum. Most tiles find it above theirs and need no atomic operation."""
+    if value > tl.load(largest_ptr, volatile=True):
+        tl.atomic_max(largest_ptr, value)
+
+
+@triton.jit
 def _swiglu_backward_largest(
     grad_ptr, hidden_ptr, row_weight_ptr, slot_ptr, num_tiles_ptr, dweights_ptr, dhidden_largest_ptr,
     activation_largest_ptr, width, ROW_TILE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -128,8 +135,8 @@ def _swiglu_backward_largest(
             dhidden_largest = tl.maximum(dhidden_largest, tl.maximum(tl.abs(dgate), tl.abs(dup)))
             activation_largest = tl.maximum(activation_largest, tl.abs(weight * activation))
         tl.store(dweights_ptr + slot, dweight, mask=slot >= 0)
-        raise_to(dhidden_largest_ptr, tl.max(tl.max(dhidden_largest, 1), 0))
-        raise_to(activation_largest_ptr, tl.max(tl.max(activation_largest, 1), 0))
+        _raise_to(dhidden_largest_ptr, tl.max(tl.max(dhidden_largest, 1), 0))
+        _raise_to(activation_largest_ptr, tl.max(tl.max(activation_largest, 1), 0))
 
 
 @triton.jit
@@ -277,7 +284,8 @@ def moe_mlp_backward_inputs(
     _swiglu_backward[(triton.cdiv(rows, _BACKWARD_TILE), triton.cdiv(inner, _BACKWARD_TILE))](
         grad, hidden, row_weight, order.num_tiles, numbers[0], numbers[2], dhidden, dhidden_columns, numbers[1],
         numbers[3], activation_columns, inner, rows, DHIDDEN_LIMIT=torch.finfo(GRADIENT).max,
-        ACTIVATION_LIMIT=torch.finfo(FORWARD).max, ROW_TILE=ROW_TILE, ROWS=_BACKWARD_TILE, COLUMNS=_BACKWARD_TILE, num_warps=4,
+        ACTIVATION_LIMIT=torch.finfo(FORWARD).max, ROW_TILE=ROW_TILE, ROWS=_BACKWARD_TILE, COLUMNS=_BACKWARD_TILE,
+        num_warps=4,
     )  # fmt: skip
     del grad
     dx_rows = _multiply(dhidden, numbers[2], gate_up_columns, gate_up_scale, order, dtype)
