@@ -25,6 +25,7 @@ from megatron.optimus.inference.sampling import NOT_FINITE, Sampler, Sampling
 from megatron.optimus.inference.text import TextStream
 from megatron.optimus.platform.mesh import Mesh
 from megatron.optimus.platform.process_groups import all_gather_single
+from megatron.optimus.platform.ranks import REPORTED_BY_ANOTHER_RANK
 
 Show = Callable[[str], None]
 T = TypeVar("T")
@@ -85,6 +86,13 @@ def check_lengths(prompts: Sequence[Sequence[int]], max_positions: int) -> None:
                 f"prompt {number} has {len(prompt)} tokens, and the model was trained on {max_positions} positions "
                 f"(max_position_embeddings); shorten it to {max_positions - 1} tokens or fewer"
             )
+
+
+def not_finite(loaded: TextModel) -> ConfigError:
+    """Returns the error of logits that are not finite. All ranks raise it alike; rank 0 prints it."""
+    error = ConfigError(NOT_FINITE)
+    setattr(error, REPORTED_BY_ANOTHER_RANK, loaded.mesh.rank > 0)
+    return error
 
 
 @torch.no_grad()  # not inference_mode: a model in training keeps tensors of its forward
@@ -201,7 +209,7 @@ def _complete(loaded: TextModel, batch: Sequence[Request], sampling: Sampling, s
         chosen_B2 = _same_on_tensor_ranks(torch.stack([tokens_B.double(), logprobs_B.double()], dim=1), mesh)
         for request, (token, logprob) in zip(batch, of_all_ranks(chosen_B2, mesh), strict=False):
             if not math.isfinite(logprob):
-                raise ConfigError(NOT_FINITE)
+                raise not_finite(loaded)
             request.add(int(token), logprob)
         tokens_BS = chosen_B2[:, :1].long()
         seconds = time.perf_counter() - began  # the tokens are on the host, so the device is done

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from megatron.optimus.config.schema import ConfigError
 from megatron.optimus.inference.cache import hidden_states
-from megatron.optimus.inference.generate import of_all_ranks, own_share
+from megatron.optimus.inference.generate import not_finite, of_all_ranks, own_share
 from megatron.optimus.inference.load import TextModel
-from megatron.optimus.inference.sampling import NOT_FINITE
 from megatron.optimus.layers.loss import CHUNK_ELEMENTS
 from megatron.optimus.layers.rope import rope_table
 
@@ -62,7 +61,7 @@ def score(loaded: TextModel, texts: Sequence[Sequence[int]], *, batch_size: int 
             count = len(text) - 1
             logprobs, is_greedy = values[: width - 1], values[width - 1 :]
             if any(map(math.isnan, logprobs[:count])):  # a task would make an accuracy of them
-                raise ConfigError(NOT_FINITE)
+                raise not_finite(loaded)
             yield Score(logprobs[:count], [bool(value) for value in is_greedy[:count]])
 
 
