@@ -319,7 +319,7 @@ class MemoryCheckpoints:
             if len(owners[version]) < self._ranks.size:
                 continue
             own = [state for (its_version, _), state in held.items() if its_version == version]
-            good = [state for state in own if state.index["layout"] == layouts[state.owner] and state.is_good]
+            good = [state for state in own if state.index["layout"] == layouts[state.owner] and state.is_good()]
             holders = self._holders([state.owner for state in good])
             lost = [rank for rank in range(self._ranks.size) if rank not in holders]
             if lost:
@@ -373,7 +373,7 @@ class MemoryCheckpoints:
             if failed is not None:
                 raise failed
             state = good[rank] if received is None else received.state()
-            if state is None or (received is not None and not state.is_good):
+            if state is None or (received is not None and not state.is_good()):
                 raise CheckpointError(f"the state of step {step} from rank {self._target} is damaged")
             return state
 
@@ -398,7 +398,7 @@ class MemoryCheckpoints:
         for step, start, size in sorted(owners, reverse=True):
             if len(owners[step, start, size]) < size:
                 continue
-            good = {state.owner: state for state in states if state.version == (step, start) and state.is_good}
+            good = {state.owner: state for state in states if state.version == (step, start) and state.is_good()}
             holders = self._holders(list(good))
             if lost := [owner for owner in range(size) if owner not in holders]:
                 self._warn_of_damage(step, lost[0])

@@ -119,7 +119,6 @@ class MemoryState:
         """The bytes of the state's tensors, uint8."""
         return self.file.data(self.generation.num_bytes)
 
-    @property
     def is_good(self) -> bool:
         """Whether the data have the hashes that were written; reads all of them."""
         return digests_of(self.data)[0] == self.index["digests"]

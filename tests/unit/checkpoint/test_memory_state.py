@@ -58,7 +58,7 @@ def test_a_state_comes_back_from_its_file(file: StateFile) -> None:
     written(file, 7)
     again = StateFile(file.path, torch.device("cpu"))  # another process
     state = again.state()
-    assert state is not None and state.is_good
+    assert state is not None and state.is_good()
     assert (state.version, state.owner, state.manifest.consumed_samples) == ((7, 11), 2, 56)
     found = slices_of(0)
     again.fill(found, state)
@@ -74,7 +74,7 @@ def test_one_wrong_bit_is_found(file: StateFile) -> None:
     [byte] = os.pread(descriptor, 1, DATA_START + 4200)
     os.pwrite(descriptor, bytes([byte ^ 4]), DATA_START + 4200)
     os.close(descriptor)
-    assert file.state() == state and not state.is_good
+    assert file.state() == state and not state.is_good()
 
 
 def test_ranks_of_another_layout_read_what_belongs_to_a_checkpoint_on_disk(file: StateFile) -> None:
