@@ -68,13 +68,21 @@ def test_a_state_comes_back_from_its_file(file: StateFile) -> None:
     assert again.state() is None
 
 
-def test_one_wrong_bit_is_found(file: StateFile) -> None:
+def test_one_wrong_bit_and_a_file_that_was_cut_are_found(file: StateFile, monkeypatch: pytest.MonkeyPatch) -> None:
     state = written(file, 3)
     descriptor = os.open(file.path, os.O_RDWR)
     [byte] = os.pread(descriptor, 1, DATA_START + 4200)
     os.pwrite(descriptor, bytes([byte ^ 4]), DATA_START + 4200)
     os.close(descriptor)
     assert file.state() == state and not state.is_good()
+
+    def full(*args: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    os.truncate(file.path, DATA_START)
+    cut = MemoryState(StateFile(file.path, torch.device("cpu")), state.generation)
+    assert not cut.is_good(), "the other ranks wait for what this one says"
 
 
 def test_ranks_of_another_layout_read_what_belongs_to_a_checkpoint_on_disk(file: StateFile) -> None:
