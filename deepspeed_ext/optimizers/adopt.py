@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from deepspeed_ext.optimizers.base import ShardableOptimizer, ShardOptimizer
-from deepspeed_ext.optimizers.blocks import BlockOptimizer, MatrixBlock, check_options
+from deepspeed_ext.optimizers.blocks import BlockOptimizer, ShardBlock, check_options
 
 
 class ShardADOPT(BlockOptimizer):
@@ -21,7 +21,7 @@ class ShardADOPT(BlockOptimizer):
     state_kinds = ("exp_avg", "exp_avg_sq")
     unsigned_kinds = frozenset({"exp_avg_sq"})
 
-    def update_block(self, block: MatrixBlock, options: Mapping[str, Any]) -> None:
+    def update_block(self, block: ShardBlock, options: Mapping[str, Any]) -> None:
         """See BlockOptimizer.update_block. The first step only measures the second moment."""
         (beta1, beta2), lr = options["betas"], options["lr"]
         gradient, m, v = block.gradient(), block.read("exp_avg"), block.read("exp_avg_sq")

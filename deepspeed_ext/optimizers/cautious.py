@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext.optimizers.base import Shard, ShardableOptimizer, ShardOptimizer, StepScalars
-from deepspeed_ext.optimizers.blocks import MatrixBlock, bias_correction, check_options
+from deepspeed_ext.optimizers.blocks import ShardBlock, bias_correction, check_options
 from deepspeed_ext.optimizers.whole_tensors import Rounds, TensorOptimizer, WholeTensors
 
 
@@ -43,7 +43,7 @@ class ShardCautiousAdamW(TensorOptimizer):
             block.write("exp_avg_sq", v)
 
     @staticmethod
-    def _momentum(block: MatrixBlock, beta1: float) -> tuple[Tensor, Tensor]:
+    def _momentum(block: ShardBlock, beta1: float) -> tuple[Tensor, Tensor]:
         gradient = block.gradient()
         return torch.lerp(block.read("exp_avg"), gradient, 1 - beta1), gradient
 

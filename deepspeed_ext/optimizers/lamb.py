@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext.optimizers.base import Shard, ShardableOptimizer, ShardOptimizer, StepScalars
-from deepspeed_ext.optimizers.blocks import MatrixBlock, bias_correction, check_options
+from deepspeed_ext.optimizers.blocks import ShardBlock, bias_correction, check_options
 from deepspeed_ext.optimizers.whole_tensors import Rounds, TensorOptimizer, WholeTensors
 
 
@@ -42,7 +42,7 @@ class ShardLamb(TensorOptimizer):
             part.block.write_weights(part.block.master - step)
 
     @staticmethod
-    def _direction(block: MatrixBlock, options: Mapping[str, Any]) -> Tensor:
+    def _direction(block: ShardBlock, options: Mapping[str, Any]) -> Tensor:
         m, v, (beta1, beta2) = block.read("exp_avg"), block.read("exp_avg_sq"), options["betas"]
         if options["correct_bias"]:
             m = m / bias_correction(beta1, block.scalars.step)

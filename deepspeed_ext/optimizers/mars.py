@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext.optimizers.base import Shard, ShardableOptimizer, ShardOptimizer, StepScalars
-from deepspeed_ext.optimizers.blocks import MatrixBlock, bias_correction, check_options
+from deepspeed_ext.optimizers.blocks import ShardBlock, bias_correction, check_options
 from deepspeed_ext.optimizers.whole_tensors import Rounds, TensorOptimizer, WholeTensors
 
 
@@ -46,7 +46,7 @@ class ShardMARS(TensorOptimizer):
                 block.write(kind, value)
 
     @staticmethod
-    def _corrected(block: MatrixBlock, options: Mapping[str, Any]) -> Tensor:
+    def _corrected(block: ShardBlock, options: Mapping[str, Any]) -> Tensor:
         """Gradient plus its change since the last step, weighted (equation 6 of the paper, approximate form)."""
         beta1, gradient = options["betas"][0], block.gradient()
         return gradient + (options["gamma"] * beta1 / (1 - beta1)) * (gradient - block.read("last_grad"))

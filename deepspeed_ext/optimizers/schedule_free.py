@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext.optimizers.base import Shard, ShardableOptimizer, ShardOptimizer
-from deepspeed_ext.optimizers.blocks import BlockOptimizer, MatrixBlock, bias_correction, check_options, wide_dtype
+from deepspeed_ext.optimizers.blocks import BlockOptimizer, ShardBlock, bias_correction, check_options, wide_dtype
 
 
 def warmup_and_weight(step: Tensor, warmup_iters: int) -> tuple[Tensor, Tensor]:
@@ -53,7 +53,7 @@ class _ShardScheduleFree(BlockOptimizer):
         """Writes y into the parameters."""
         shard.param.copy_(torch.lerp(shard.master, shard.state["z"], 1 - _beta(options)))
 
-    def update_block(self, block: MatrixBlock, options: Mapping[str, Any]) -> None:
+    def update_block(self, block: ShardBlock, options: Mapping[str, Any]) -> None:
         """See BlockOptimizer.update_block."""
         factor, weight = warmup_and_weight(block.scalars.step, options["warmup_iters"])
         x, z, mix = block.master, block.read("z"), 1 - _beta(options)
@@ -63,7 +63,7 @@ class _ShardScheduleFree(BlockOptimizer):
         block.write("z", z)
         block.write_weights(x, torch.lerp(x, z, mix))
 
-    def direction(self, block: MatrixBlock, options: Mapping[str, Any]) -> Tensor:
+    def direction(self, block: ShardBlock, options: Mapping[str, Any]) -> Tensor:
         """Returns the step of z at learning rate 1, without weight decay."""
         return block.gradient()
 
@@ -84,7 +84,7 @@ class ShardScheduleFreeAdamW(_ShardScheduleFree):
     state_kinds = ("exp_avg_sq", "z")
     unsigned_kinds = frozenset({"exp_avg_sq"})
 
-    def direction(self, block: MatrixBlock, options: Mapping[str, Any]) -> Tensor:
+    def direction(self, block: ShardBlock, options: Mapping[str, Any]) -> Tensor:
         """Returns the gradient divided by the root of the second moment."""
         beta2, gradient = options["betas"][1], block.gradient()
         v = beta2 * block.read("exp_avg_sq") + (1 - beta2) * gradient.square()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext.optimizers.base import CurvatureOptimizer, Shard, ShardableOptimizer, ShardOptimizer, StepScalars
-from deepspeed_ext.optimizers.blocks import BlockOptimizer, MatrixBlock, blocks_of, check_options
+from deepspeed_ext.optimizers.blocks import BlockOptimizer, ShardBlock, blocks_of, check_options
 
 
 class ShardSophia(BlockOptimizer, CurvatureOptimizer):
@@ -23,7 +23,7 @@ class ShardSophia(BlockOptimizer, CurvatureOptimizer):
     state_kinds = ("exp_avg", "hessian")
     unsigned_kinds = frozenset({"hessian"})
 
-    def update_block(self, block: MatrixBlock, options: Mapping[str, Any]) -> None:
+    def update_block(self, block: ShardBlock, options: Mapping[str, Any]) -> None:
         """See BlockOptimizer.update_block."""
         m = torch.lerp(block.read("exp_avg"), block.gradient(), 1 - options["betas"][0])
         scale = (options["gamma"] * block.read("hessian")).clamp(min=options["eps"])

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepspeed_ext.optimizers.base import Shard, ShardOptimizer, StepScalars
-from deepspeed_ext.optimizers.blocks import MatrixBlock, block_numel, blocks_of, wide_dtype
+from deepspeed_ext.optimizers.blocks import ShardBlock, block_numel, blocks_of, wide_dtype
 
 # Yields a rank's own sums, 1-D or of any shape, and is sent the sums over all ranks that hold parts.
 Rounds = Generator[Tensor, Tensor, None]
@@ -116,7 +116,7 @@ def runs_in(start: int, stop: int, at: int, numel: int, first: int) -> Iterator[
 class TensorBlock:
     """A block of a shard, and which tensors its elements belong to."""
 
-    def __init__(self, block: MatrixBlock, runs: Sequence[TensorRun]) -> None:
+    def __init__(self, block: ShardBlock, runs: Sequence[TensorRun]) -> None:
         self.block, self.runs = block, runs
 
     def sum_into(self, sums_T: Tensor, values_n: Tensor) -> None:
