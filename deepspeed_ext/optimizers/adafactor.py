@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from deepspeed_ext.optimizers.base import Shard, ShardableOptimizer, ShardOptimizer, StepScalars
+from deepspeed_ext.optimizers.base import Shard, ShardableOptimizer, StepScalars
 from deepspeed_ext.optimizers.blocks import check_options
 from deepspeed_ext.optimizers.whole_tensors import (
     Rounds,
@@ -200,6 +200,8 @@ class Adafactor(ShardableOptimizer):
         ValueError: an option is out of range.
     """
 
+    rule = ShardAdafactor
+
     def __init__(
         self,
         params: Any,
@@ -218,7 +220,3 @@ class Adafactor(ShardableOptimizer):
         options = {"lr": lr, "beta2_decay": beta2_decay, "eps": eps, "weight_decay": weight_decay}
         options |= {"clip_threshold": clip_threshold, "maximize": maximize, "state_dtype": state_dtype}
         super().__init__(params, options)
-
-    def shard_optimizer(self, group: Mapping[str, Any]) -> ShardOptimizer:
-        """See ShardableOptimizer.shard_optimizer."""
-        return ShardAdafactor()

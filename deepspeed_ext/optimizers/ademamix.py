@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed_ext.optimizers.base import ShardableOptimizer, ShardOptimizer
+from deepspeed_ext.optimizers.base import ShardableOptimizer
 from deepspeed_ext.optimizers.blocks import BlockOptimizer, ShardBlock, bias_correction, check_options, wide_dtype
 
 
@@ -67,6 +67,8 @@ class AdEMAMix(ShardableOptimizer):
         ValueError: an option is out of range.
     """
 
+    rule = ShardAdEMAMix
+
     def __init__(
         self,
         params: Any,
@@ -86,7 +88,3 @@ class AdEMAMix(ShardableOptimizer):
         options = {"lr": lr, "betas": betas, "alpha": alpha, "warmup_iters": warmup_iters, "eps": eps}
         options |= {"weight_decay": weight_decay, "maximize": maximize, "state_dtype": state_dtype}
         super().__init__(params, options)
-
-    def shard_optimizer(self, group: Mapping[str, Any]) -> ShardOptimizer:
-        """See ShardableOptimizer.shard_optimizer."""
-        return ShardAdEMAMix()

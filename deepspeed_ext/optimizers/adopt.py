@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from deepspeed_ext.optimizers.base import ShardableOptimizer, ShardOptimizer
+from deepspeed_ext.optimizers.base import ShardableOptimizer
 from deepspeed_ext.optimizers.blocks import BlockOptimizer, ShardBlock, check_options
 
 
@@ -53,6 +53,8 @@ class ADOPT(ShardableOptimizer):
         ValueError: an option is out of range.
     """
 
+    rule = ShardADOPT
+
     def __init__(
         self,
         params: Any,
@@ -67,7 +69,3 @@ class ADOPT(ShardableOptimizer):
         check_options(lr, weight_decay, betas, eps=eps)
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {**options, "maximize": maximize, "state_dtype": state_dtype})
-
-    def shard_optimizer(self, group: Mapping[str, Any]) -> ShardOptimizer:
-        """See ShardableOptimizer.shard_optimizer."""
-        return ShardADOPT()

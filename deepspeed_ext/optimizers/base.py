@@ -315,14 +315,16 @@ class ShardableOptimizer(torch.optim.Optimizer):
     with an fp32 master copy of parameters in a lower precision.
 
     Attributes:
+        rule: the ShardOptimizer.
         needs_groups: its parameter groups must say more than options do, so that a configuration alone cannot name it.
     """
 
+    rule: type[ShardOptimizer]
     needs_groups = False
 
     def shard_optimizer(self, group: Mapping[str, Any]) -> ShardOptimizer:
         """Returns the object that updates the parameters of ``group``."""
-        raise NotImplementedError
+        return self.rule()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]

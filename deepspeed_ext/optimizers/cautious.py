@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed_ext.optimizers.base import Shard, ShardableOptimizer, ShardOptimizer, StepScalars
+from deepspeed_ext.optimizers.base import Shard, ShardableOptimizer, StepScalars
 from deepspeed_ext.optimizers.blocks import ShardBlock, bias_correction, check_options
 from deepspeed_ext.optimizers.whole_tensors import Rounds, TensorOptimizer, WholeTensors
 
@@ -64,6 +64,8 @@ class CautiousAdamW(ShardableOptimizer):
         ValueError: an option is out of range.
     """
 
+    rule = ShardCautiousAdamW
+
     def __init__(
         self,
         params: Any,
@@ -78,7 +80,3 @@ class CautiousAdamW(ShardableOptimizer):
         check_options(lr, weight_decay, betas, eps=eps)
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {**options, "maximize": maximize, "state_dtype": state_dtype})
-
-    def shard_optimizer(self, group: Mapping[str, Any]) -> ShardOptimizer:
-        """See ShardableOptimizer.shard_optimizer."""
-        return ShardCautiousAdamW()

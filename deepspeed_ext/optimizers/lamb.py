@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed_ext.optimizers.base import Shard, ShardableOptimizer, ShardOptimizer, StepScalars
+from deepspeed_ext.optimizers.base import Shard, ShardableOptimizer, StepScalars
 from deepspeed_ext.optimizers.blocks import ShardBlock, bias_correction, check_options
 from deepspeed_ext.optimizers.whole_tensors import Rounds, TensorOptimizer, WholeTensors
 
@@ -68,6 +68,8 @@ class Lamb(ShardableOptimizer):
         ValueError: an option is out of range.
     """
 
+    rule = ShardLamb
+
     def __init__(
         self,
         params: Any,
@@ -85,7 +87,3 @@ class Lamb(ShardableOptimizer):
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         options |= {"max_weight_norm": max_weight_norm, "correct_bias": correct_bias}
         super().__init__(params, {**options, "maximize": maximize, "state_dtype": state_dtype})
-
-    def shard_optimizer(self, group: Mapping[str, Any]) -> ShardOptimizer:
-        """See ShardableOptimizer.shard_optimizer."""
-        return ShardLamb()

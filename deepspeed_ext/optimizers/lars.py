@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from deepspeed_ext.optimizers.base import Shard, ShardableOptimizer, ShardOptimizer, StepScalars
+from deepspeed_ext.optimizers.base import Shard, ShardableOptimizer, StepScalars
 from deepspeed_ext.optimizers.blocks import check_options
 from deepspeed_ext.optimizers.whole_tensors import Rounds, TensorOptimizer, WholeTensors
 
@@ -54,6 +54,8 @@ class LARS(ShardableOptimizer):
         ValueError: an option is out of range.
     """
 
+    rule = ShardLARS
+
     def __init__(
         self,
         params: Any,
@@ -69,7 +71,3 @@ class LARS(ShardableOptimizer):
         options: dict[str, Any] = {"lr": lr, "momentum": momentum, "trust_coefficient": trust_coefficient}
         options |= {"weight_decay": weight_decay, "maximize": maximize, "state_dtype": state_dtype}
         super().__init__(params, options)
-
-    def shard_optimizer(self, group: Mapping[str, Any]) -> ShardOptimizer:
-        """See ShardableOptimizer.shard_optimizer."""
-        return ShardLARS()

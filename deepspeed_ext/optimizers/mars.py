@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed_ext.optimizers.base import Shard, ShardableOptimizer, ShardOptimizer, StepScalars
+from deepspeed_ext.optimizers.base import Shard, ShardableOptimizer, StepScalars
 from deepspeed_ext.optimizers.blocks import ShardBlock, bias_correction, check_options
 from deepspeed_ext.optimizers.whole_tensors import Rounds, TensorOptimizer, WholeTensors
 
@@ -70,6 +70,8 @@ class MARS(ShardableOptimizer):
         ValueError: an option is out of range.
     """
 
+    rule = ShardMARS
+
     def __init__(
         self,
         params: Any,
@@ -87,7 +89,3 @@ class MARS(ShardableOptimizer):
         options = {"lr": lr, "betas": betas, "gamma": gamma, "vector_betas": vector_betas, "eps": eps}
         options |= {"weight_decay": weight_decay, "maximize": maximize, "state_dtype": state_dtype}
         super().__init__(params, options)
-
-    def shard_optimizer(self, group: Mapping[str, Any]) -> ShardOptimizer:
-        """See ShardableOptimizer.shard_optimizer."""
-        return ShardMARS()

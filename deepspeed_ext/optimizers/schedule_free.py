@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed_ext.optimizers.base import Shard, ShardableOptimizer, ShardOptimizer
+from deepspeed_ext.optimizers.base import Shard, ShardableOptimizer
 from deepspeed_ext.optimizers.blocks import BlockOptimizer, ShardBlock, bias_correction, check_options, wide_dtype
 
 
@@ -111,6 +111,8 @@ class ScheduleFreeSGD(ShardableOptimizer):
         ValueError: an option is out of range.
     """
 
+    rule = ShardScheduleFreeSGD
+
     def __init__(
         self,
         params: Any,
@@ -125,10 +127,6 @@ class ScheduleFreeSGD(ShardableOptimizer):
         check_options(lr, weight_decay, (momentum,), warmup_iters=warmup_iters)
         options = {"lr": lr, "momentum": momentum, "warmup_iters": warmup_iters, "weight_decay": weight_decay}
         super().__init__(params, {**options, "maximize": maximize, "state_dtype": state_dtype})
-
-    def shard_optimizer(self, group: Mapping[str, Any]) -> ShardOptimizer:
-        """See ShardableOptimizer.shard_optimizer."""
-        return ShardScheduleFreeSGD()
 
 
 class ScheduleFreeAdamW(ShardableOptimizer):
@@ -148,6 +146,8 @@ class ScheduleFreeAdamW(ShardableOptimizer):
         ValueError: an option is out of range.
     """
 
+    rule = ShardScheduleFreeAdamW
+
     def __init__(
         self,
         params: Any,
@@ -163,7 +163,3 @@ class ScheduleFreeAdamW(ShardableOptimizer):
         check_options(lr, weight_decay, betas, warmup_iters=warmup_iters, eps=eps)
         options = {"lr": lr, "betas": betas, "warmup_iters": warmup_iters, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {**options, "maximize": maximize, "state_dtype": state_dtype})
-
-    def shard_optimizer(self, group: Mapping[str, Any]) -> ShardOptimizer:
-        """See ShardableOptimizer.shard_optimizer."""
-        return ShardScheduleFreeAdamW()

@@ -257,7 +257,7 @@ def check_state_dict(optimizer: EPZeroOptimizer, saved: Any, load_states: bool) 
         )
     found, kept = _saved_kinds(saved), _state_kinds(optimizer)
     if load_states and found != kept:
-        there, here = (" and ".join(sorted({", ".join(one) for one in kinds if one})) for kinds in (found, kept))
+        there, here = ("; ".join(sorted({", ".join(one) for one in kinds if one})) for kinds in (found, kept))
         raise ValueError(
             f"the checkpoint holds other optimizer states ({there or 'none'}) than "
             f"{type(optimizer.optimizer).__name__} keeps here ({here or 'none'}); load it with the optimizer and the "
