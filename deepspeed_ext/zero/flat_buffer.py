@@ -23,7 +23,7 @@ from deepspeed_ext.zero.bucket import Bucket
 from deepspeed_ext.zero.matrix_exchange import MatrixExchange
 from deepspeed_ext.zero.matrix_partition import ParamMatrices
 from deepspeed_ext.zero.options import ZeroOptions
-from deepspeed_ext.zero.partition import BufferLayout, ParamSpec, TensorRange, flat_layout, group_by_buffer
+from deepspeed_ext.zero.partition import BufferLayout, ParamSpec, flat_layout, group_by_buffer
 
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -109,10 +109,7 @@ class FlatBuffer:
         self.grad_buffer: Tensor | None = None
         if options.stage == 1 or self.group_size == 1:
             self.grad_buffer = torch.zeros(layout.numel, dtype=options.grad_dtype, device=device)
-        self.ranges: dict[str, list[tuple[int, TensorRange]]] = {name: [] for name in params}  # with bucket numbers
-        for index, bucket in enumerate(layout.buckets):
-            for part in bucket.ranges:
-                self.ranges[part.name].append((index, part))
+        self.ranges = {name: layout.ranges.get(name, []) for name in params}
         self.buckets = self._make_buckets(options)
         self._move_params_into_buffer()
         self.read_masters_from_params()

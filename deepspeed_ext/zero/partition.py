@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Generic, TypeVar
 
 KeyT = TypeVar("KeyT", bound=Hashable)
@@ -125,6 +126,15 @@ class BufferLayout:
     def shard_numel(self) -> int:
         """Elements that each rank owns, padding included."""
         return sum(bucket.shard_numel for bucket in self.buckets)
+
+    @cached_property
+    def ranges(self) -> dict[str, list[tuple[int, TensorRange]]]:
+        """Where each parameter with elements lies: its ranges in order, each with the number of its bucket."""
+        found: dict[str, list[tuple[int, TensorRange]]] = {}
+        for index, bucket in enumerate(self.buckets):
+            for part in bucket.ranges:
+                found.setdefault(part.name, []).append((index, part))
+        return found
 
     @property
     def padding(self) -> int:
