@@ -105,6 +105,12 @@ class Manifest:
         """The hash of ``config`` as canonical JSON: two runs with equal hashes were configured alike."""
         return xxhash.xxh3_128_hexdigest(json.dumps(self.config, sort_keys=True, separators=(",", ":")).encode())
 
+    def contents_of(self, file: str) -> str:
+        """Names the tensors that a file holds, for the message about its loss."""
+        entries = [entry for entry in self.tensors.values() if any(piece.file == file for piece in entry.pieces)]
+        names = list(dict.fromkeys(entry.name for entry in entries))
+        return ", ".join(names[:3]) + (f" and {len(names) - 3} more tensors" if len(names) > 3 else "")
+
     def to_bytes(self) -> bytes:
         """Builds the file's bytes. Raises CheckpointError when config or metadata are not plain JSON (NaN is not)."""
         body = {

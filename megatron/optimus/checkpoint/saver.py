@@ -36,7 +36,7 @@ from megatron.optimus.checkpoint import commit
 from megatron.optimus.checkpoint.errors import CheckpointError, SaveError
 from megatron.optimus.checkpoint.manifest import MANIFEST_NAME, Manifest, StoredPiece
 from megatron.optimus.checkpoint.save_plan import FILES_PER_NODE, SavePlan, make_plan, pieces_of
-from megatron.optimus.checkpoint.slices import TensorSlice
+from megatron.optimus.checkpoint.slices import TensorSlice, tensors_to_copy
 from megatron.optimus.checkpoint.snapshot import Snapshot
 from megatron.optimus.checkpoint.tokenizer_files import FOLDER as TOKENIZER_FOLDER
 from megatron.optimus.checkpoint.untrusted import check_regular
@@ -136,7 +136,7 @@ class Saver:
         if self._asynchronous:
             snapshot = self._snapshots.setdefault(header.kind, Snapshot(self._device))
             task = "taking host memory for copies of checkpoints (--no-async-save needs none)"
-            self._ranks.run_on_all_ranks(lambda: snapshot.reserve(_memory(slices)), task, CheckpointError)
+            self._ranks.run_on_all_ranks(lambda: snapshot.reserve(tensors_to_copy(slices)), task, CheckpointError)
 
     def start(
         self, slices: Sequence[TensorSlice], header: Manifest, *, retain: int | None, began: float | None = None
@@ -200,7 +200,7 @@ class Saver:
         """Gives the job the tensors to write: a copy to host memory that has been started, or the live ones."""
         if self._asynchronous:
             job.snapshot = self._snapshots.setdefault(job.header.kind, Snapshot(self._device))
-            copies = iter(job.snapshot.take(_memory(slices)))
+            copies = iter(job.snapshot.take(tensors_to_copy(slices)))
             job.slices = [piece.moved(copies) for piece in slices]
         else:
             job.slices = slices
@@ -471,10 +471,6 @@ def _os_error(error: BaseException | None) -> OSError | None:
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__
     return error
-
-
-def _memory(slices: Sequence[TensorSlice]) -> list[TensorSlice]:
-    return [memory for piece in _with_values(slices) for memory in piece.memory()]
 
 
 def _with_values(slices: Sequence[TensorSlice]) -> list[TensorSlice]:

@@ -12,13 +12,12 @@ from pathlib import Path
 import torch
 import xxhash
 
-from megatron.optimus.checkpoint import commit
 from megatron.optimus.checkpoint.errors import CheckpointError, DamagedError
 from megatron.optimus.checkpoint.manifest import Manifest, StoredPiece, TensorEntry
 from megatron.optimus.checkpoint.reader import ShardFiles, chunks_of, pages
 from megatron.optimus.checkpoint.shards import torch_dtype
 from megatron.optimus.checkpoint.slices import TensorSlice
-from megatron.optimus.checkpoint.store import load, load_manifest
+from megatron.optimus.checkpoint.store import list_together, load, load_manifest
 from megatron.optimus.platform.ranks import Ranks
 
 log = logging.getLogger("optimus")
@@ -46,17 +45,14 @@ def verify(path: Path, *, jobs: int = 1) -> Manifest:
 
 def has_good(root: Path, ranks: Ranks) -> bool:
     """Whether ``root`` has a full checkpoint of which every byte is good; the ranks share the reading. Collective."""
-    candidates = commit.list_committed(root) if ranks.rank == 0 else []
-    [count] = ranks.broadcast([len(candidates)])
 
     def check(path: Path) -> None:
         manifest = load_manifest(path)
         if damage := find_damage(path, manifest, part=(ranks.rank, ranks.size)):
             raise DamagedError(damage[0])
 
-    for index in range(count):
-        step, revision = ranks.broadcast(list(candidates[-1 - index][:2]) if candidates else [0, 0])
-        path = root / commit.Committed(step, revision).name
+    for item in list_together(root, ranks):
+        path = root / item.name
         try:
             ranks.run_on_all_ranks(partial(check, path), f"reading {path}", CheckpointError)
         except CheckpointError as error:

@@ -13,6 +13,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,7 @@ def _run(args: argparse.Namespace, launch: RankEnvironment, ranks: Ranks, names:
             "limit": args.limit,
         }
         if cards:
-            content["card"] = [card.to_json() for card in cards]
+            content["card"] = [asdict(card) for card in cards]
         write_atomically(args.out, json.dumps({**content, "results": results}, indent=1) + "\n", sync=False)
     if args.card is not None:
         facts = {"checkpoint": str(args.checkpoint), "evaluated": time.strftime("%Y-%m-%d"), "ranks": str(ranks.size)}

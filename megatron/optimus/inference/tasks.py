@@ -162,7 +162,8 @@ def run_tasks(
         _seed()
         try:
             found: dict[str, Any] = evaluate(
-                *(HarnessModel(model, batch_size), tasks),
+                HarnessModel(model, batch_size),
+                tasks,
                 limit=limit,
                 bootstrap_iters=0,
                 log_samples=samples,

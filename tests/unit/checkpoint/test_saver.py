@@ -19,7 +19,9 @@ from megatron.optimus.checkpoint import (
     load_newest,
     saver,
     snapshot,
+    writer,
 )
+from megatron.optimus.checkpoint.shards import ALIGNED
 from megatron.optimus.platform import environment, files
 from megatron.optimus.platform.ranks import Ranks
 from tests.unit.checkpoint.helpers import (
@@ -165,6 +167,32 @@ def test_a_disk_of_the_node_that_cannot_be_used_is_named(tmp_path, monkeypatch):
     it.start(owned(whole_state(1)), header(1), retain=2)
     with pytest.raises(CheckpointError, match=r"saving step 1 to .*/root .*No space left on device: '.*/local/"):
         it.drain()
+
+
+def test_a_copy_from_the_disk_of_the_node_that_broke_off_is_tried_again(tmp_path, monkeypatch):
+    """What the first attempt has copied says nothing of what is to be copied."""
+    monkeypatch.setattr(saver, "FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(writer, "BLOCK_BYTES", ALIGNED)
+    state = {(name, "master"): torch.arange(4 * ALIGNED, dtype=torch.float32) for name in "ab"}
+    root, said, write_at = tmp_path / "root", [], files.write_at
+    monkeypatch.setattr(files, "write_at", lambda *args: full() if said == ["full"] else write_at(*args))
+
+    def full():
+        said.append("once")
+        raise OSError(28, "No space left on device")
+
+    def copy(job, folder):
+        said.extend([] if said else ["full"])
+        writer.copy(job, folder)
+
+    monkeypatch.setattr(saver, "copy", copy)
+    it = Saver(root, local=tmp_path / "local", retry_seconds=60.0, on_failure=lambda step, text: said.append(text))
+    it.start(owned(state), header(1), retain=2)
+    [saved] = it.drain()
+    assert said[:2] == ["full", "once"] and "No space left on device" in said[2]
+    requests = whole_requests(state)
+    load(saved.path, requests)
+    assert_holds(requests, state)
 
 
 def test_full_ones_roll_and_model_only_ones_stay(tmp_path):

@@ -217,6 +217,7 @@ class Scheduler:
             log.error("the server cannot go on: %s", error)
             raise
         finally:
+            self.drain()  # or a request that comes after the next line would wait for ever
             self._fail([*self._running, *self._waiting], "the server is shutting down")
             if self.failure is None:
                 self._engine.stop()
