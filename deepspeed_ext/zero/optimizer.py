@@ -346,6 +346,7 @@ class EPZeroOptimizer(DeepSpeedFiles, BaseOptimizer):
             raise ValueError("EPZeroOptimizer.step takes no closure; run forward and backward through the engine")
         row_scales, self._row_scales = self._row_scales, {}
         norm, terms = self._finish_gradients("step")
+        self._errors.end_step()
         # A norm that is not finite says that a rank has failed, unless such norms are allowed.
         errors = None if self.options.check_grad_overflow else global_norm(terms, self.device, self._norm_groups)
         scalars = self._state.scalars(norm, self.clip_grad, self.skip_above, errors)
@@ -430,7 +431,8 @@ class EPZeroOptimizer(DeepSpeedFiles, BaseOptimizer):
         """Averages a curvature estimate into the states of an optimizer that has one (Sophia). Collective.
 
         Call it in the place of ``step`` after a backward of the mean loss over labels drawn from the model's own
-        predictions. Its gradients are dropped afterwards. One that is not finite changes nothing.
+        predictions. Its gradients are dropped afterwards. One that is not finite changes nothing. An error in it skips
+        the next step, and the one after that raises it.
 
         Args:
             num_labels: how many labels of the global batch the mean is over.

@@ -226,7 +226,9 @@ def test_the_thread_computes_and_stops(models: dict[str, TextModel]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_thread_that_failed_accepts_no_requests(models: dict[str, TextModel], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_failed_accepts_no_requests(
+    models: dict[str, TextModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Those of several ranks end with the first error; the server is about to end too."""
     server = scheduler(models["dense"])
     monkeypatch.setattr(Engine, "is_alone", False)
