@@ -8,6 +8,7 @@ result; stage 2 P/n (the buckets' sums) and the buffers of the pool.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +24,7 @@ from deepspeed_ext.zero.bucket import Bucket
 from deepspeed_ext.zero.matrix_exchange import MatrixExchange
 from deepspeed_ext.zero.matrix_partition import ParamMatrices
 from deepspeed_ext.zero.options import ZeroOptions
-from deepspeed_ext.zero.partition import BufferLayout, ParamSpec, flat_layout, group_by_buffer
+from deepspeed_ext.zero.partition import BufferLayout, flat_layout
 
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -324,12 +325,13 @@ def build_flat_buffers(
         order, in which backward is expected to reach them.
 
     Raises:
-        ValueError: a dtype that is not supported, or an expert group without a process group.
+        ValueError: a name that occurs twice, a dtype that is not supported, or an expert group without a process group.
     """
+    names = [param_names[param] for members in param_groups for param in members]
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        raise ValueError(f"parameter {twice[0]!r} occurs twice; each element needs exactly one owner")
     positions = {param: index for index, param in enumerate(param_names)}
-    specs: list[ParamSpec[FlatBufferKey]] = []
-    by_name: dict[str, nn.Parameter] = {}
-    sizes: dict[FlatBufferKey, int] = {}
+    by_key: dict[FlatBufferKey, dict[str, nn.Parameter]] = {}
     for index, members in enumerate(param_groups):
         for param in sorted(members, key=lambda param: -positions[param]):
             name = param_names[param]
@@ -341,19 +343,17 @@ def build_flat_buffers(
                     f"parameter {name!r} is marked as expert of group {key.expert_group!r}, which has no process "
                     f"group; known groups: {sorted(groups.expert)}"
                 )
-            sizes[key] = len(ranks_of(groups.of(key.expert_group)))
-            by_name[name] = param
-            specs.append(ParamSpec(name, param.numel(), key))
+            by_key.setdefault(key, {})[name] = param
     flat_buffers = []
-    for key, names in group_by_buffer(specs, sizes).items():
-        params = {name: by_name[name] for name in names}
-        shard_optimizer = shard_optimizers[key.param_group]
-        layout = flat_layout([(name, p.numel()) for name, p in params.items()], sizes[key], options.bucket_numel)
+    for key, params in by_key.items():
+        shard_optimizer, group = shard_optimizers[key.param_group], groups.of(key.expert_group)
+        sizes = [(name, param.numel()) for name, param in params.items()]
+        layout = flat_layout(sizes, len(ranks_of(group)), options.bucket_numel)
         flat_buffer = FlatBuffer(
             key,
             params,
             layout,
-            groups.of(key.expert_group),
+            group,
             shard_optimizer,
             options,
             groups.matrices.get(key.expert_group),
