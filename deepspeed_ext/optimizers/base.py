@@ -326,6 +326,15 @@ class ShardableOptimizer(torch.optim.Optimizer):
         """Returns the object that updates the parameters of ``group``."""
         return self.rule()
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores what ``state_dict`` returned. States keep their dtypes; torch would cast them to the parameter's."""
+        super().load_state_dict({**state_dict, "state": {}})
+        params = [param for group in self.param_groups for param in group["params"]]
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        for param, number in zip(params, numbers, strict=True):
+            if number in state_dict["state"]:
+                self.state[param] = _on_device(state_dict["state"][number], param.device)
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Takes one step on every parameter that has a gradient; returns the closure's loss, None without one."""
@@ -367,3 +376,10 @@ class ShardableOptimizer(torch.optim.Optimizer):
             shard_optimizer.update_whole_(shard, param, group, scalars)
         if not param.is_contiguous():
             param.copy_(flat.view(param.shape))
+
+
+def _on_device(value: Any, device: torch.device) -> Any:
+    """A state of a parameter, with the tensors of all dictionaries in it on a device."""
+    if isinstance(value, Mapping):
+        return {key: _on_device(inner, device) for key, inner in value.items()}
+    return value.to(device) if isinstance(value, Tensor) else value
