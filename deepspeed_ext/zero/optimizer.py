@@ -251,6 +251,12 @@ class EPZeroOptimizer(DeepSpeedFiles, BaseOptimizer):
         else:
             self._reducer.end_backward(reduce=False)
 
+    def finish_reduction(self) -> None:
+        """Waits (on a GPU: makes the stream wait) until ``shard.grad`` of every bucket is the sum over its group."""
+        self._reducer.finish()
+        for bucket, group in self._further_sums:
+            dist.all_reduce(bucket.shard.grad, group=group)
+
     def sum_over(self, param: nn.Parameter, group: dist.ProcessGroup) -> None:
         """Makes every later reduction sum the gradient of ``param`` over ``group`` too. Local.
 
@@ -402,9 +408,7 @@ class EPZeroOptimizer(DeepSpeedFiles, BaseOptimizer):
             self.reduce_gradients()
         self._reducer.check_all_sent()
         self._param_gather.wait()  # what no forward has waited for: an all-gather must not cross the next update
-        self._reducer.finish()  # ``shard.grad`` of every bucket is the sum over its group now
-        for bucket, group in self._further_sums:
-            dist.all_reduce(bucket.shard.grad, group=group)
+        self.finish_reduction()
         counted = [b.shard.grad for f in self.flat_buffers if f.in_norm for b in f.buckets]
         terms = self._errors.norm_terms()
         if not self.options.measure_gradient_noise:
