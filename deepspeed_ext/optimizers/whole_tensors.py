@@ -13,6 +13,7 @@ Shapes: T tensors of a flat buffer, n elements of a block.
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -60,12 +61,8 @@ def tensors_of(name: str, shape: Sequence[int], num_cuts: int = 1, cut_dim: int 
         num_cuts: tensor-parallel ranks that hold a part.
         cut_dim: the dimension of the parameter that they share; None: unknown.
     """
-    count, rows, *others = (1, *shape) if len(shape) != 3 else shape
-    if not shape:
-        rows = 1
-    columns = 1
-    for size in others:
-        columns *= size
+    count, rows, *others = shape if len(shape) == 3 else (1, *(shape or [1]))
+    columns = math.prod(others)
     cut = None
     if num_cuts > 1 and cut_dim is not None:
         cut = min(cut_dim - (len(shape) == 3), 1)
