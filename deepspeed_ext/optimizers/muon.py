@@ -15,18 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed_ext.optimizers.base import (
-    MatrixOptimizer,
-    Shard,
-    StepScalars,
-    WholeMatrices,
-)
+from deepspeed_ext.optimizers.base import BATCH_ELEMENTS, MatrixOptimizer, Shard, StepScalars, WholeMatrices
 from deepspeed_ext.optimizers.kernels import kernels_for
 from deepspeed_ext.optimizers.kernels.options import MomentumOptions
 from deepspeed_ext.optimizers.owner_states import MatrixAndAdamW
 
 NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # the paper's: steepest at zero; singular values end in 0.7 .. 1.2
-_BATCH_ELEMENTS = 1 << 26  # matrices iterated at once: the iteration's workspace is about 6 bytes for each element
 
 
 def orthogonalize(
@@ -46,7 +40,7 @@ def orthogonalize(
     Returns:
         [B, M, N] with singular values between about 0.7 and 1.2.
     """
-    part = max(1, _BATCH_ELEMENTS // matrices_BMN[0].numel())
+    part = max(1, BATCH_ELEMENTS // matrices_BMN[0].numel())
     if matrices_BMN.shape[0] > part:
         parts = [orthogonalize(some, steps, eps, coefficients) for some in matrices_BMN.split(part)]
         return torch.cat(parts)

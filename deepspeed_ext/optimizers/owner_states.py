@@ -1,8 +1,10 @@
-"""What the optimizers share whose states all live with the owners of whole matrices (SOAP, Shampoo, GaLore, Dion).
+"""Bases of matrix optimizers: states that live with each matrix's owner, and AdamW for what is no matrix.
 
-Of such an optimizer one thing is to be written: ``direction``, which turns a batch of whole gradients and their states
-into updates and new states. The gradient travels to the owner and the update returns; weight decay and the step itself
-are taken on the flat shards.
+``OwnerOptimizer`` is the base of SOAP, Shampoo, GaLore and Dion. They write one method, ``direction``, which turns a
+batch of whole gradients and their states into updates and new states. The gradient travels to the owner and the update
+returns; weight decay and the step itself are taken on the flat shards.
+
+``MatrixAndAdamW`` is the torch optimizer of these, of Muon and of NorMuon.
 """
 
 from __future__ import annotations
