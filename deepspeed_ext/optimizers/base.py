@@ -94,13 +94,13 @@ class ShardOptimizer(ABC):
     Attributes:
         state_kinds: names of the element-wise states, under which checkpoints hold them ("exp_avg", ...).
         unsigned_kinds: states that are never negative; their 8-bit code is finer.
-        needs_masters: the model computes with other weights than the masters (``write_training_point``), so that fp32
-            parameters have masters beside them too.
+        weight_kinds: states that are weights themselves, as schedule-free's "z". The model then computes with other
+            weights than the masters (``write_training_point``), so that fp32 parameters have masters beside them too.
     """
 
     state_kinds: tuple[str, ...] = ()
     unsigned_kinds: frozenset[str] = frozenset()
-    needs_masters = False
+    weight_kinds: tuple[str, ...] = ()
 
     def new_state(self, shard: Shard, options: Mapping[str, Any]) -> dict[str, Tensor]:
         """Creates the zero states of a shard.
@@ -353,7 +353,7 @@ class ShardableOptimizer(torch.optim.Optimizer):
         state = self.state[param]
         if not state:
             state["step"] = 0
-            if param.dtype != torch.float32 or not param.is_contiguous() or shard_optimizer.needs_masters:
+            if param.dtype != torch.float32 or not param.is_contiguous() or shard_optimizer.weight_kinds:
                 state["master"] = param.detach().to(torch.float32, copy=True).contiguous().reshape(-1)
         flat = param.detach().reshape(-1)  # a copy only where the parameter is not contiguous
         shard = Shard(

@@ -39,7 +39,7 @@ def warmup_and_weight(step: Tensor, warmup_iters: int) -> tuple[Tensor, Tensor]:
 class _ShardScheduleFree(BlockOptimizer):
     """What both have in common: x in the masters, z as a state, y in the parameters."""
 
-    needs_masters = True
+    weight_kinds = ("z",)
 
     def new_state(self, shard: Shard, options: Mapping[str, Any]) -> dict[str, Tensor]:
         """See ShardOptimizer.new_state; z begins at the weights. Raises ValueError for states below fp32."""

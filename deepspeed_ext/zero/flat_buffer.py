@@ -105,7 +105,8 @@ class FlatBuffer:
             self.tensors = self._whole_tensors(device, cuts)
             self.sum_groups = [one for one in (group, cuts) if one is not None and len(ranks_of(one)) > 1]
         self.param_buffer = torch.zeros(layout.numel, dtype=key.dtype, device=device)
-        self.has_masters = key.dtype != torch.float32 or shard_optimizer.needs_masters  # beside the parameters
+        # Beside the parameters, which are their own masters otherwise.
+        self.has_masters = key.dtype != torch.float32 or bool(shard_optimizer.weight_kinds)
         self.masters = torch.zeros(layout.shard_numel if self.has_masters else 0, dtype=torch.float32, device=device)
         self.grad_buffer: Tensor | None = None
         if options.stage == 1 or self.group_size == 1:
@@ -207,8 +208,14 @@ class FlatBuffer:
             bucket.shard.param.copy_(bucket.shard.master)
 
     @torch.no_grad()
-    def scale_rows(self, bucket: Bucket, scales: Mapping[nn.Parameter, Tensor], skip: Tensor) -> None:
-        """Multiplies this rank's rows of the parameters in ``scales``, as ``scale_rows_after_update`` says."""
+    def scale_rows(
+        self, bucket: Bucket, scales: Mapping[nn.Parameter, Tensor], skip: Tensor, options: Mapping[str, Any]
+    ) -> None:
+        """Multiplies this rank's rows of the parameters in ``scales``, as ``scale_rows_after_update`` says.
+
+        ``options`` is the optimizer's parameter group.
+        """
+        weight_kinds, state = self.shard_optimizer.weight_kinds, bucket.shard.state
         for part in bucket.layout.shard_ranges(self.rank):
             factors_R = scales.get(self.params[part.name])
             if factors_R is None:
@@ -216,8 +223,11 @@ class FlatBuffer:
             columns = self.params[part.name].numel() // len(factors_R)
             first, last = part.start // columns, (part.stop - 1) // columns
             factors = torch.where(skip != 0, 1.0, factors_R[first : last + 1]).repeat_interleave(columns)
-            bucket.shard.master[part.where] *= factors[part.start - first * columns :][: part.numel]
+            for weights in (bucket.shard.master, *(state[kind] for kind in weight_kinds)):
+                weights[part.where] *= factors[part.start - first * columns :][: part.numel]
             bucket.shard.param[part.where] = bucket.shard.master[part.where]
+        if weight_kinds:
+            self.shard_optimizer.write_training_point(bucket.shard, options)
 
     @torch.no_grad()
     def write_training_point(self, options: Mapping[str, Any]) -> None:

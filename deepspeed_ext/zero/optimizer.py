@@ -388,7 +388,7 @@ class EPZeroOptimizer(DeepSpeedFiles, BaseOptimizer):
             shards = [bucket.shard for bucket in flat_buffer.buckets]
             flat_buffer.shard_optimizer.update_matrices_(shards, flat_buffer.exchange, group_options, scalars)
         if row_scales:
-            flat_buffer.scale_rows(bucket, row_scales, scalars.skip)
+            flat_buffer.scale_rows(bucket, row_scales, scalars.skip, group_options)
 
     def scale_rows_after_update(self, scales: Mapping[nn.Parameter, Tensor]) -> None:
         """Makes the next step multiply rows of parameters after their update, masters included. Local.
@@ -554,7 +554,7 @@ class EPZeroOptimizer(DeepSpeedFiles, BaseOptimizer):
         A schedule-free optimizer's masters are an average, and the model is trained elsewhere; of any other optimizer
         the parameters are the masters already, and nothing happens.
         """
-        averaged = [flat_buffer for flat_buffer in self.flat_buffers if flat_buffer.shard_optimizer.needs_masters]
+        averaged = [flat_buffer for flat_buffer in self.flat_buffers if flat_buffer.shard_optimizer.weight_kinds]
         if not averaged:
             yield
             return
@@ -585,7 +585,7 @@ class EPZeroOptimizer(DeepSpeedFiles, BaseOptimizer):
         Raises:
             ValueError: the optimizer is schedule-free, and its masters are an average already.
         """
-        if any(flat_buffer.shard_optimizer.needs_masters for flat_buffer in self.flat_buffers):
+        if any(flat_buffer.shard_optimizer.weight_kinds for flat_buffer in self.flat_buffers):
             raise ValueError("a schedule-free optimizer keeps an average of its own; no other is kept beside it")
         self._evaluates_average = evaluates
         self._param_gather.wait()
@@ -614,7 +614,7 @@ class EPZeroOptimizer(DeepSpeedFiles, BaseOptimizer):
         self.require_at_rest("restart_states", "hp_params", "optim_states")
         self.restart_average()
         for flat_buffer in self.flat_buffers:
-            if flat_buffer.shard_optimizer.needs_masters:
+            if flat_buffer.shard_optimizer.weight_kinds:
                 flat_buffer.new_states(self._options_of(flat_buffer))
 
     @torch.no_grad()
