@@ -473,6 +473,8 @@ class GradientReducer:
         self._was_dirty = False
         self._num_backwards = 0
         for state in self._queue:
+            if state.buffer is not None:  # what no reduction took is dropped
+                self._pool.release(state)
             state.bucket.forget_gradient()
             state.filled.clear()
             state.unit.forget()

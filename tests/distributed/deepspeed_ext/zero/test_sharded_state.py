@@ -137,6 +137,7 @@ def _dropped(rank: int, world: int) -> None:
     with engine.coalesce_grad_reduction():
         engine.backward(engine(torch.full((2, 40), 100.0)))
         engine.zero_grad()
+        assert all(state.buffer is None for state in engine.optimizer._reducer._queue)
         engine.backward(engine(torch.zeros(2, 40)))
     engine.step()
     assert torch.equal(model.layers[0].weight, before), "gradients that were dropped have no part in the step"
