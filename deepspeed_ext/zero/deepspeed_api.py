@@ -50,10 +50,11 @@ class DeepSpeedFiles:
     def state_dict(self) -> dict[str, Any]:
         """Returns this rank's shards, their layout and the fields that DeepSpeed's scripts read.
 
-        Raises RuntimeError while states are on the host.
+        Raises RuntimeError while states are on the host, and inside ``averaged_parameters`` of a moving average.
         """
         optimizer = self._whole
         optimizer.require_on_device("state_dict", "hp_params", "lp_params", "optim_states")
+        optimizer.require_masters("state_dict")
         optimizer.wait_for_params()
         return stock_files.add_stock_fields(optimizer, sharded_state.state_dict(optimizer))
 

@@ -121,7 +121,7 @@ class EPZeroOptimizer(DeepSpeedFiles, BaseOptimizer):
         self.gradient_noise: Tensor | None = None  # of the last step, fp64 [groups, 2], see gradient_noise.py
         self._row_scales: dict[nn.Parameter, Tensor] = {}
         self._further_sums: list[tuple[Bucket, dist.ProcessGroup]] = []
-        self._evaluates_average = False
+        self._evaluates_average = self._is_average_swapped = False
         self.has_reduced = False  # gradients have been reduced since the last step
         self._is_destroyed = False
         self.has_begun = False  # a backward has begun, or is about to, since the last step
@@ -403,6 +403,7 @@ class EPZeroOptimizer(DeepSpeedFiles, BaseOptimizer):
     def _finish_gradients(self, what: str) -> tuple[Tensor, list[Tensor]]:
         """Waits for all summed gradients; returns their global norm and the terms in it that stand for errors."""
         self.require_on_device(what)
+        self.require_masters(what)
         self.end_interrupted_backward()
         if not self.has_reduced or self._reducer.has_arrivals:
             self.reduce_gradients()
@@ -522,7 +523,8 @@ class EPZeroOptimizer(DeepSpeedFiles, BaseOptimizer):
         """Has the averaged weights in the parameters inside, to evaluate them. Collective.
 
         They are the moving average where ``keep_average`` says so, else ``master_parameters``. Masters and average
-        have changed places inside; afterwards all is as before, bit by bit.
+        have changed places inside, where a step or ``state_dict`` raises RuntimeError; afterwards all is as before, bit
+        by bit.
         """
         if not self._evaluates_average:
             with self.master_parameters():
@@ -546,6 +548,14 @@ class EPZeroOptimizer(DeepSpeedFiles, BaseOptimizer):
         for flat_buffer in self.flat_buffers:
             flat_buffer.write_params_from_masters()
         self._gather_params()
+        self._is_average_swapped = not self._is_average_swapped
+
+    def require_masters(self, what: str) -> None:
+        """Raises RuntimeError where masters and averages have changed places; ``what`` needs them as they are."""
+        if self._is_average_swapped:
+            raise RuntimeError(
+                f"{what} inside averaged_parameters(), where the masters are the average; leave it first"
+            )
 
     @contextmanager
     def master_parameters(self) -> Iterator[None]:

@@ -45,6 +45,9 @@ def _averages(rank: int, world: int, dtype: torch.dtype) -> dict[str, Any]:
         whole[one.name][one.start : one.stop] = one.tensors["ema"]
     with optimizer.averaged_parameters():
         inside = {name: p.detach().clone() for name, p in model.named_parameters()}
+        for what in (optimizer.state_dict, optimizer.step):  # they would take the average for the masters
+            with pytest.raises(RuntimeError, match=rf"{what.__name__} inside averaged_parameters\(\)"):
+                what()
     back = all(map(torch.equal, trained, _weights(model)))
     back &= all(torch.equal(m, s.master) for m, s in zip(masters, optimizer._shards(), strict=True))
     back &= all(torch.equal(a, s.average) for a, s in zip(kept, optimizer._shards(), strict=True))
