@@ -331,11 +331,14 @@ class Stage3States:
             raise ValueError("checkpoints of ZeRO-3 need the states in device or host memory, not on NVMe")
 
     def state_shards(self) -> list[StateShard]:
-        """Returns what this rank owns, as live views, without padding and parameters of which it owns nothing."""
+        """Returns what this rank owns, as live views: no padding, nothing of frozen parameters."""
         optimizer = self._optimizer
         shards = []
         for name, param in self._engine.module.named_parameters():
-            group, offset, size = optimizer.grad_position[optimizer.get_param_id(param)]
+            place = optimizer.grad_position.get(optimizer.get_param_id(param))
+            if place is None:  # frozen when the engine was built
+                continue
+            group, offset, size = place
             start = optimizer._get_param_partition_rank(param) * size
             stop = min(start + size, param.ds_numel)
             if start >= stop:

@@ -146,3 +146,18 @@ def _dropped(rank: int, world: int) -> None:
 
 def test_stage_2_drops_gradients_that_no_reduction_took() -> None:
     run_distributed(_dropped, 2)
+
+
+def _frozen_in_stage_3(rank: int, world: int) -> None:
+    model = Model()
+    model.layers[0].weight.requires_grad_(False)
+    trained = [param for param in model.parameters() if param.requires_grad]
+    config = {**CONFIG, "optimizer": {}, "zero_optimization": {"stage": 3}}
+    engine, *_ = deepspeed_ext.initialize(model=model, optimizer=torch.optim.AdamW(trained), config=config)
+    shards = deepspeed_ext.Stage3States(engine).state_shards()
+    assert [shard.name for shard in shards] == ["layers.0.bias", "layers.2.weight", "layers.2.bias"]
+    deepspeed_ext.shutdown()
+
+
+def test_a_frozen_parameter_has_no_states_in_stage_3() -> None:
+    run_distributed(_frozen_in_stage_3, 1)
