@@ -25,16 +25,15 @@ class ShardCautiousAdamW(TensorOptimizer):
         """See TensorOptimizer.update_tensors_. What is kept is scaled up by the share that a tensor keeps."""
         beta1, beta2 = options["betas"]
         own = tensors.zeros()
-        for part in tensors.blocks(shards, self.state_kinds, scalars, options["maximize"]):
-            m, gradient = self._momentum(part.block, beta1)
-            part.sum_into(own, (m * gradient > 0).float())
+        for block in tensors.blocks(shards, self.state_kinds, scalars, options["maximize"]):
+            m, gradient = self._momentum(block, beta1)
+            block.sum_into(own, (m * gradient > 0).float())
         kept = yield own
         scale_T = tensors.numels_T / (kept + 1)
-        for part in tensors.blocks(shards, self.state_kinds, scalars, options["maximize"]):
-            block = part.block
+        for block in tensors.blocks(shards, self.state_kinds, scalars, options["maximize"]):
             m, gradient = self._momentum(block, beta1)
             v = beta2 * block.read("exp_avg_sq") + (1 - beta2) * gradient.square()
-            mask = (m * gradient > 0) * part.spread(scale_T)
+            mask = (m * gradient > 0) * block.spread(scale_T)
             denominator = v.sqrt() / bias_correction(beta2, scalars.step).sqrt() + options["eps"]
             update = mask * m / bias_correction(beta1, scalars.step) / denominator
             decay = 1 - options["lr"] * options["weight_decay"]

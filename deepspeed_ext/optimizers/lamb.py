@@ -26,20 +26,19 @@ class ShardLamb(TensorOptimizer):
         """See TensorOptimizer.update_tensors_. The update is computed twice, which needs no memory for it."""
         beta1, beta2 = options["betas"]
         own = tensors.zeros(2)
-        for part in tensors.blocks(shards, self.state_kinds, scalars, options["maximize"]):
-            block = part.block
+        for block in tensors.blocks(shards, self.state_kinds, scalars, options["maximize"]):
             gradient = block.gradient()
             block.write("exp_avg", torch.lerp(block.read("exp_avg"), gradient, 1 - beta1))
             block.write("exp_avg_sq", beta2 * block.read("exp_avg_sq") + (1 - beta2) * gradient.square())
-            part.sum_into(own[0], block.master.square())
-            part.sum_into(own[1], self._direction(block, options).square())
+            block.sum_into(own[0], block.master.square())
+            block.sum_into(own[1], self._direction(block, options).square())
         sums = yield own
         norms, lengths = sums.sqrt().unbind()
         ratios = norms.clamp(max=options["max_weight_norm"]) / (lengths + options["eps"])
         ratios = torch.where((norms > 0) & (lengths > 0), ratios, 1.0)
-        for part in tensors.blocks(shards, self.state_kinds, scalars):
-            step = options["lr"] * part.spread(ratios) * self._direction(part.block, options)
-            part.block.write_weights(part.block.master - step)
+        for block in tensors.blocks(shards, self.state_kinds, scalars):
+            step = options["lr"] * block.spread(ratios) * self._direction(block, options)
+            block.write_weights(block.master - step)
 
     @staticmethod
     def _direction(block: ShardBlock, options: Mapping[str, Any]) -> Tensor:

@@ -25,21 +25,20 @@ class ShardMARS(TensorOptimizer):
     ) -> Rounds:
         """See TensorOptimizer.update_tensors_. Vectors (norms, biases) get AdamW with ``vector_betas``."""
         maximize, own = options["maximize"], tensors.zeros()
-        for part in tensors.blocks(shards, self.state_kinds, scalars, maximize):
-            part.sum_into(own, self._corrected(part.block, options).square())
+        for block in tensors.blocks(shards, self.state_kinds, scalars, maximize):
+            block.sum_into(own, self._corrected(block, options).square())
         sums = yield own
         shrink_T = 1 / sums.sqrt().clamp(min=1.0)
         first_T, second_T = map(tensors.choose, options["betas"], options["vector_betas"])
         bias1_T, bias2_T = bias_correction(first_T, scalars.step), bias_correction(second_T, scalars.step)
-        for part in tensors.blocks(shards, self.state_kinds, scalars, maximize):
-            block = part.block
-            gradient, is_matrix = block.gradient(), part.spread(tensors.is_matrix_T) > 0
-            corrected = torch.where(is_matrix, self._corrected(block, options) * part.spread(shrink_T), gradient)
+        for block in tensors.blocks(shards, self.state_kinds, scalars, maximize):
+            gradient, is_matrix = block.gradient(), block.spread(tensors.is_matrix_T) > 0
+            corrected = torch.where(is_matrix, self._corrected(block, options) * block.spread(shrink_T), gradient)
             old_m, old_v = block.read("exp_avg"), block.read("exp_avg_sq")
-            m = old_m + part.spread(1 - first_T) * (corrected - old_m)
-            v = old_v + part.spread(1 - second_T) * (corrected.square() - old_v)
-            denominator = (v.sqrt() + options["eps"]) / part.spread(bias2_T.sqrt(), padding=1.0)
-            update = m / (part.spread(bias1_T, padding=1.0) * denominator)
+            m = old_m + block.spread(1 - first_T) * (corrected - old_m)
+            v = old_v + block.spread(1 - second_T) * (corrected.square() - old_v)
+            denominator = (v.sqrt() + options["eps"]) / block.spread(bias2_T.sqrt(), padding=1.0)
+            update = m / (block.spread(bias1_T, padding=1.0) * denominator)
             decay = 1 - options["lr"] * options["weight_decay"]
             block.write_weights(block.master * decay - options["lr"] * update)
             for kind, value in zip(self.state_kinds, (m, v, gradient), strict=True):

@@ -110,11 +110,11 @@ def runs_in(start: int, stop: int, at: int, numel: int, first: int) -> Iterator[
         start, at = start + (count or 1) * length, at + (count or 1) * length
 
 
-class TensorBlock:
-    """A block of a shard, and which tensors its elements belong to."""
+@dataclass
+class TensorBlock(ShardBlock):
+    """A block of a shard; ``runs`` say which tensors its elements belong to."""
 
-    def __init__(self, block: ShardBlock, runs: Sequence[TensorRun]) -> None:
-        self.block, self.runs = block, runs
+    runs: Sequence[TensorRun] = ()
 
     def sum_into(self, sums_T: Tensor, values_n: Tensor) -> None:
         """Adds every tensor's values to its sum."""
@@ -124,7 +124,7 @@ class TensorBlock:
 
     def spread(self, numbers_T: Tensor, padding: float = 0.0) -> Tensor:
         """Returns for every element its tensor's number: fp32 [n]. ``padding``: of elements of no tensor."""
-        result = torch.full_like(self.block.master, padding)
+        result = torch.full_like(self.master, padding)
         for run in self.runs:
             numbers = numbers_T[run.first : run.first + run.count, None].float()
             result[run.where].view(run.count, run.length).copy_(numbers.expand(run.count, run.length))
@@ -187,7 +187,7 @@ class WholeTensors:
         """Yields the blocks of all shards of this rank, as ``blocks_of`` does; those of padding alone are left out."""
         for shard, runs in zip(shards, self._runs, strict=True):
             for block, own in zip(blocks_of(shard, kinds, scalars, maximize), runs, strict=False):
-                yield TensorBlock(block, own)
+                yield TensorBlock(block.shard, block.first, scalars, kinds, maximize, own)
 
 
 class TensorOptimizer(ShardOptimizer):
