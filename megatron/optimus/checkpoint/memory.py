@@ -27,6 +27,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -318,14 +319,24 @@ class MemoryCheckpoints:
             if len(owners[version]) < self._ranks.size:
                 continue
             own = [state for (its_version, _), state in held.items() if its_version == version]
-            good = [state for state in own if state.index["layout"] == layouts[state.owner] and state.is_good]
+            good = [state for state in own if state.index["layout"] == layouts[state.owner] and state.is_good()]
             holders = self._holders([state.owner for state in good])
             lost = [rank for rank in range(self._ranks.size) if rank not in holders]
             if lost:
                 self._warn_of_damage(version[0], lost[0])
                 continue
             missing = {rank for rank in holders if rank not in holders[rank]}
-            return version, self._load(slices, version[0], {state.owner: state for state in good}, missing)
+            try:
+                found = self._fetch(version[0], {state.owner: state for state in good}, missing)
+            except CheckpointError as error:  # on every rank
+                if self._ranks.rank == 0:
+                    log.warning("the memory checkpoint of step %d is not used: %s", version[0], error)
+                continue
+            self._newest = self._own.index(found.file)
+            self._own[1 - self._newest].clear()  # it may be damaged, and must not be taken for this generation later
+            task = "loading the memory checkpoint"
+            self._ranks.run_on_all_ranks(partial(found.file.fill, slices, found), task, CheckpointError)
+            return version, found.manifest
         return None
 
     def _holders(self, good: list[int]) -> dict[int, list[int]]:
@@ -340,31 +351,36 @@ class MemoryCheckpoints:
         if self._ranks.rank == 0:
             log.warning("the memory checkpoint of step %d is damaged on rank %d: not used", step, owner)
 
-    def _load(
-        self, slices: Sequence[TensorSlice], step: int, good: dict[int, MemoryState], missing: set[int]
-    ) -> Manifest:
-        """Fills the slices from this rank's file; ranks that are ``missing`` theirs get it from a buddy.
+    def _fetch(self, step: int, good: dict[int, MemoryState], missing: set[int]) -> MemoryState:
+        """Returns this rank's state; ranks that are ``missing`` theirs get it from a buddy.
 
-        ``good``: what this rank has of the generation, by owner.
+        Args:
+            step: of the generation.
+            good: what this rank has of the generation, by owner.
+            missing: ranks.
+
+        Raises:
+            CheckpointError: on every rank, where one cannot get its state.
         """
         rank = self._ranks.rank
-        file = self._own[0] if rank in missing else good[rank].file
-        if missing:
-            sent = good[self._source].file if self._source is not None and self._source in missing else None
-            self._exchange(sent, self._source, file if rank in missing else None, self._target)
-            if rank == min(missing):
-                log.warning("rank %d got its state of step %d from rank %d", rank, step, self._target)
-        self._newest = self._own.index(file)
-        self._own[1 - self._newest].clear()  # it may be damaged, and must not be taken for this generation later
+        if not missing:
+            return good[rank]
+        sent = good[self._source].file if self._source is not None and self._source in missing else None
+        received = self._own[0] if rank in missing else None
+        _, failed = attempt(lambda: self._exchange(sent, self._source, received, self._target))
 
-        def fill() -> Manifest:
-            state = file.state()
-            if state is None or (rank in missing and not state.is_good):
+        def check() -> MemoryState:
+            if failed is not None:
+                raise failed
+            state = good[rank] if received is None else received.state()
+            if state is None or (received is not None and not state.is_good()):
                 raise CheckpointError(f"the state of step {step} from rank {self._target} is damaged")
-            file.fill(slices, state)
-            return state.manifest
+            return state
 
-        return self._ranks.run_on_all_ranks(fill, "loading the memory checkpoint", CheckpointError)
+        state = self._ranks.run_on_all_ranks(check, "getting a state from another node", CheckpointError)
+        if rank == min(missing):
+            log.warning("rank %d got its state of step %d from rank %d", rank, step, self._target)
+        return state
 
     # ---- at another layout
 
@@ -382,7 +398,7 @@ class MemoryCheckpoints:
         for step, start, size in sorted(owners, reverse=True):
             if len(owners[step, start, size]) < size:
                 continue
-            good = {state.owner: state for state in states if state.version == (step, start) and state.is_good}
+            good = {state.owner: state for state in states if state.version == (step, start) and state.is_good()}
             holders = self._holders(list(good))
             if lost := [owner for owner in range(size) if owner not in holders]:
                 self._warn_of_damage(step, lost[0])
@@ -419,28 +435,36 @@ class MemoryCheckpoints:
     def _exchange(self, sent: StateFile | None, to: int | None, received: StateFile | None, source: int | None) -> None:
         """Sends a file to one rank and receives one from another. The training's group is not used.
 
-        Of a file that is not complete only that is told. ``received`` has room for what will come, or makes it.
+        Of a file that is not complete only that is told. Raises OSError where this rank has no room for what would
+        come; the others have gone on then.
         """
-        found = sent.read() if sent is not None else None
-        text = json.dumps(found.index).encode() if found is not None else b""
-        out, into = sent is not None, received is not None
-        head = torch.tensor([found.step, found.num_bytes, len(text)] if found is not None else [-1, 0, 0])
-        own_head = torch.tensor([-1, 0, 0])
-        self._transfer(head if out else None, to, own_head if into else None, source)
-        step, num_bytes, length = own_head.tolist()
-        own_text = torch.empty(length, dtype=torch.uint8)
-        message = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else None
-        self._transfer(message, to, own_text if length else None, source)
-        data = sent.data(found.num_bytes) if sent is not None and found is not None else None
+        found = None if sent is None else sent.state()
+        said = [] if found is None else [found.generation.step, found.generation.num_bytes, found.index]
+        text = torch.frombuffer(bytearray(json.dumps(said).encode()), dtype=torch.uint8)
+        length, its_length = torch.tensor([len(text)]), torch.tensor([0])
+        self._transfer(None if sent is None else length, to, None if received is None else its_length, source)
+        its_text = torch.empty(int(its_length), dtype=torch.uint8)
+        self._transfer(None if sent is None else text, to, None if received is None else its_text, source)
+        its_said = [] if received is None else json.loads(its_text.numpy().tobytes())
+        room: torch.Tensor | None = None
+        error: Exception | None = None
         if received is not None:
             received.clear()
-        self._transfer(data, to, received.data(num_bytes) if received is not None and num_bytes else None, source)
-        if received is not None and step >= 0:
-            received.commit(step, num_bytes, json.loads(own_text.numpy().tobytes()))
+        if received is not None and its_said:
+            room, error = attempt(lambda: received.data(its_said[1]))
+        # The other way round: whether there is room. A sender would wait for ever for a receiver that has none.
+        has_room, its_has_room = torch.tensor([error is None]), torch.tensor([True])
+        self._transfer(None if received is None else has_room, source, None if sent is None else its_has_room, to)
+        self._transfer(found.data if found is not None and its_has_room else None, to, room, source)
+        if error is not None:
+            raise error
+        if received is not None and its_said:
+            received.commit(*its_said)
 
     def _transfer(
         self, out: torch.Tensor | None, to: int | None, into: torch.Tensor | None, source: int | None
     ) -> None:
+        """Sends one tensor and receives another, in parts side by side; None: nothing."""
         sent = [] if out is None else list(out.split(PART_BYTES))
         received = [] if into is None else list(into.split(PART_BYTES))
         for number in range(max(len(sent), len(received))):

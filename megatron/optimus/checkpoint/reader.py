@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -269,7 +270,7 @@ def read(path: Path, manifest: Manifest, requests: Sequence[TensorSlice], ranks:
         cast: convert between floating-point dtypes instead of refusing them.
 
     Raises:
-        CheckpointError: on every rank for a request that does not fit the checkpoint.
+        CheckpointError: on every rank for a request that does not fit the checkpoint, or where memory does not suffice.
         DamagedError: on every rank for bytes that are not what the manifest says; requests may then be partly filled.
     """
     task = f"loading {path}"
@@ -296,7 +297,9 @@ def read(path: Path, manifest: Manifest, requests: Sequence[TensorSlice], ranks:
     _, error = attempt(lambda: _run(source, schedule, targets, regions, ranks))
     failure = ranks.first_failure(error)
     if failure is not None:
-        raise ranks.failure_error(failure, error, task, DamagedError) from error
+        # Only for damage may an older checkpoint be taken.
+        is_damage = ranks.start_all_reduce_min(int(error is None or isinstance(error, DamagedError)))()
+        raise ranks.failure_error(failure, error, task, DamagedError if is_damage else CheckpointError) from error
 
 
 def _check_request(path: Path, manifest: Manifest, request: TensorSlice, cast: bool) -> None:
@@ -372,11 +375,11 @@ def _run(
             own = schedule.chunks[index] if index < len(schedule.chunks) else None
             outgoing: list[tuple[int, torch.Tensor]] = []
             if own is not None:
-                data, error = attempt(source.next) if failed is None else (None, failed)
-                failed = failed or error
+                data = None
+                if failed is None:
+                    data, failed = attempt(partial(_next_filled, source, own, targets))
                 if data is None:
                     data = torch.zeros(own.stop - own.start, dtype=torch_dtype(own.piece.dtype))
-                _fill(own, data, targets)
                 outgoing = _outgoing(own, data, regions[own.piece.name, own.piece.kind], ranks)
             _exchange(outgoing, schedule.incoming.get(index, []), targets, ranks)
     finally:
@@ -399,13 +402,16 @@ def _own_memory(chunk: ReadChunk, targets: dict[Key, list[TensorSlice]]) -> torc
     return view.detach().reshape(-1).view(torch.uint8)
 
 
-def _fill(chunk: ReadChunk, data: torch.Tensor, targets: dict[Key, list[TensorSlice]]) -> None:
+def _next_filled(source: ReadAhead, chunk: ReadChunk, targets: dict[Key, list[TensorSlice]]) -> torch.Tensor:
+    """Returns the next chunk's elements, of which this rank has taken what it wants."""
+    data = source.next()
     with torch.no_grad():
         for request in targets[chunk.piece.name, chunk.piece.kind]:
             for overlap in overlaps(chunk.region, request.region):
                 view = overlap.in_second(request.tensor)
                 if view.data_ptr() != data.data_ptr():  # else it was read there
                     view.copy_(overlap.in_first(data), non_blocking=devices.pins_memory(view.device))
+    return data
 
 
 def _sent(chunk: ReadChunk, regions: Sequence[Region]) -> list[Overlap]:

@@ -31,8 +31,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from megatron.optimus.checkpoint.errors import CheckpointError
-
-Box = tuple[tuple[int, int], ...]  # [start, stop) in every dimension of the global tensor
+from megatron.optimus.models.partition import Box
 
 _PAIRWISE = 64  # a group this small that no cut divides is compared pair by pair
 _MAX_WORK_PER_BOX = 256

@@ -22,6 +22,7 @@ from megatron.optimus.checkpoint.manifest import (
     MANIFEST_NAME,
     MAX_MANIFEST_BYTES,
     Manifest,
+    TensorEntry,
     parse_manifest,
     read_manifest,
 )
@@ -314,9 +315,12 @@ def _manifest_together(path: Path, ranks: Ranks) -> Manifest:
     return parse_manifest(ranks.broadcast_bytes(data), str(path / MANIFEST_NAME))
 
 
+def request_for(entry: TensorEntry) -> TensorSlice:
+    """Makes a request for a whole tensor of a checkpoint, in new host memory."""
+    tensor = torch.empty(entry.numel, dtype=torch_dtype(entry.dtype))
+    return TensorSlice(entry.name, entry.kind, entry.shape, 0, entry.numel, tensor)
+
+
 def everything(manifest: Manifest) -> list[TensorSlice]:
-    """Makes requests for every tensor of a checkpoint, whole, in new host memory. For tools and tests."""
-    return [
-        TensorSlice(e.name, e.kind, e.shape, 0, e.numel, torch.empty(e.numel, dtype=torch_dtype(e.dtype)))
-        for e in manifest.tensors.values()
-    ]
+    """Makes requests for every tensor of a checkpoint, whole. For tools and tests."""
+    return [request_for(entry) for entry in manifest.tensors.values()]

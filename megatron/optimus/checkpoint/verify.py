@@ -14,10 +14,8 @@ import xxhash
 
 from megatron.optimus.checkpoint.errors import CheckpointError, DamagedError
 from megatron.optimus.checkpoint.manifest import Manifest, StoredPiece, TensorEntry
-from megatron.optimus.checkpoint.reader import ShardFiles, chunks_of, pages
-from megatron.optimus.checkpoint.shards import torch_dtype
-from megatron.optimus.checkpoint.slices import TensorSlice
-from megatron.optimus.checkpoint.store import list_together, load, load_manifest
+from megatron.optimus.checkpoint.reader import CHUNK_BYTES, ShardFiles, chunks_of, pages
+from megatron.optimus.checkpoint.store import list_together, load, load_manifest, request_for
 from megatron.optimus.platform.ranks import Ranks
 
 log = logging.getLogger("optimus")
@@ -85,9 +83,8 @@ def find_damage(
     def check(piece: StoredPiece) -> str | None:
         digest = xxhash.xxh3_128()
         try:
-            buffer = torch.empty(0, dtype=torch.uint8)
+            buffer = pages(min(CHUNK_BYTES, piece.num_bytes))
             for chunk in chunks_of(piece):
-                buffer = buffer if len(buffer) else pages(chunk.num_bytes)
                 digest.update(files.read(chunk, buffer, is_paged=True).numpy().data)
                 show_progress(chunk.num_bytes)
             files.check(piece, digest.hexdigest())
@@ -182,6 +179,6 @@ def _compare_one(key: tuple[str, str], sides: Sequence[_Side]) -> Difference:
 
 
 def _whole(path: Path, manifest: Manifest, entry: TensorEntry) -> torch.Tensor:
-    tensor = torch.empty(entry.numel, dtype=torch_dtype(entry.dtype))
-    load(path, [TensorSlice(entry.name, entry.kind, entry.shape, 0, entry.numel, tensor)], manifest=manifest)
-    return tensor
+    request = request_for(entry)
+    load(path, [request], manifest=manifest)
+    return request.tensor

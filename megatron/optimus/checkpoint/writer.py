@@ -94,6 +94,11 @@ class Job:
     attempts: int = 0  # that have failed
     is_dropped: threading.Event = field(default_factory=threading.Event)  # ends the pause before the next attempt
 
+    @property
+    def first_directory(self) -> Path:
+        """Where this attempt writes first: on the node's own disk if there is one."""
+        return self.local or self.temporary
+
 
 def write(job: Job, directory: Path) -> None:
     """Writes this rank's pieces into its file in ``directory``; notes their hashes and largest values in ``job``."""

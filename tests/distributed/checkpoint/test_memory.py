@@ -192,6 +192,18 @@ def two_nodes(rank: int, world: int, root: Path) -> dict[str, Any]:
         lose_node(root, 1)
     ranks.first_failure(None)
     found["both nodes lost"] = restore(rank, world, root, 2)
+    save(rank, world, root, 2, 3)
+    if rank == 0:
+        lose_node(root, 1)
+    ranks.first_failure(None)
+    own = opened(root, rank, world, 2)
+    if rank == 2:
+        own._own[0].data = failing_disk  # type: ignore[method-assign]
+    state = slices_of(rank, world, -7)
+    untouched = own.restore(state, 0) is None and all(
+        torch.equal(a.tensor, b.tensor) for a, b in zip(state, slices_of(rank, world, -7), strict=True)
+    )
+    found["a new node has no room"] = (None, untouched)
     return found
 
 
@@ -205,6 +217,7 @@ def test_a_lost_node_gets_its_state_from_the_buddy(tmp_path: Path) -> None:
             "the buddy's is damaged": (1, True),
             "a rank cannot write": (2, True),
             "both nodes lost": (None, True),
+            "a new node has no room": (None, True),
         }
 
 
