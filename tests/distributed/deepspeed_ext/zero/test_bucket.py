@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from typing import Any
 
 import torch
@@ -241,11 +242,20 @@ def _live_bytes() -> int:
     return sum(storages.values())
 
 
+def _live_bytes_at_rest() -> int:
+    """Threads of gloo keep the tensors of a collective for a moment after it has ended."""
+    last, now = -1, _live_bytes()
+    while now != last:
+        time.sleep(0.2)
+        last, now = now, _live_bytes()
+    return now
+
+
 def _memory(rank: int, world: int) -> list[tuple[int, int, int]]:
     results = []
     cases = [(1, "fp32", False), (1, "bf16", False), (2, "fp32", False), (1, "fp32", True)]
     for width, (stage, accumulate, each) in [*((2, case) for case in cases), (4, cases[0]), (4, cases[2])]:
-        before = _live_bytes()
+        before = _live_bytes_at_rest()
         config = {
             "bf16": {"enabled": width == 2},
             "zero_optimization": {"stage": stage, "reduce_bucket_size": 2000},
@@ -258,7 +268,7 @@ def _memory(rank: int, world: int) -> list[tuple[int, int, int]]:
         optimizer = engine.optimizer
         pool = sum(buffer.nbytes for buffer in optimizer._reducer._pool.free_buffers())
         frozen = sum(p.nbytes for p in engine.module.parameters() if not p.requires_grad)
-        found = _live_bytes() - before - pool - frozen
+        found = _live_bytes_at_rest() - before - pool - frozen
         # 2P + gradients + 12 bytes for each element of this rank's shards, padding included in P and shards; parameters
         # in fp32 are the masters: 4P and 8
         experts = [f for f in optimizer.flat_buffers if f.key.expert_group is not None]
