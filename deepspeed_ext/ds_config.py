@@ -6,11 +6,12 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import hjson
 import torch
 from deepspeed.runtime.config import get_gradient_clipping, get_torch_autocast_dtype
+from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys
 from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.precision_config import get_bfloat16_config, get_float16_config
-from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
 
 from deepspeed_ext.config_checks import number, optimizer_params, own_section, refuse_auto
 from deepspeed_ext.config_keys import NARROW_MASTERS
@@ -53,7 +54,8 @@ def resolve_config(args: Any, config: Any, config_params: Any) -> dict[str, Any]
         what = "is not a file" if os.path.exists(given) else "does not exist"
         raise ValueError(f"DeepSpeed configuration {str(given)!r} {what}")
     try:
-        loaded = load_ds_config(str(given))
+        with open(given) as file:  # hjson, as DeepSpeed: comments may be in it
+            loaded = hjson.load(file, object_pairs_hook=dict_raise_error_on_duplicate_keys)
     except (ValueError, RuntimeError) as error:
         raise ValueError(f"DeepSpeed configuration {str(given)!r} is not JSON: {error}") from error
     if not isinstance(loaded, Mapping) or not loaded:

@@ -107,7 +107,7 @@ class EPZeroOptimizer(DeepSpeedFiles, BaseOptimizer):
         self._errors = StepErrors(self._norm_groups, self.device)
         self.record_error = self._errors.record
         self._reducer = GradientReducer(self.flat_buffers, positions, self.options, self._errors)
-        self._tracker = BackwardTracker(self._reducer, self._errors, self._backward_hook_state)
+        self._tracker = BackwardTracker(self._reducer, self._errors, self._leave_backward)
         self.interrupt = self._tracker.interrupt
         self._param_gather = ParamAllGather(
             self.flat_buffers, self._reducer.buckets, module, self.options.overlap_param_gather
@@ -220,6 +220,9 @@ class EPZeroOptimizer(DeepSpeedFiles, BaseOptimizer):
         """
         self._reduced |= self._tracker.end_interrupted()
 
+    def _leave_backward(self) -> None:
+        self._backward_active_depth = 0  # DeepSpeed's count of the backwards that are under way
+
     def buckets_of(self, params: Iterable[nn.Parameter]) -> list[Bucket]:
         """Returns the buckets in which any of these parameters lies, in launch order."""
         wanted = set(params)
@@ -328,8 +331,7 @@ class EPZeroOptimizer(DeepSpeedFiles, BaseOptimizer):
         for flat_buffer in self.flat_buffers:
             for param in flat_buffer.params.values():
                 param.grad = None
-        self._reducer.finish()
-        self._reducer.reset_after_step()
+        self._reducer.drop()
         self._reduced = False
 
     # ---- the step

@@ -23,6 +23,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 import deepspeed_ext
+from tests.distributed.deepspeed_ext.stock import HAS_TORCH_STYLE
 from tests.distributed.deepspeed_ext.zero.test_stock_files import CONFIG, Model, batch
 from tests.helpers import run_distributed
 
@@ -178,8 +179,9 @@ def _assertions(engine: Any, initialize: Any) -> list[str]:
             engine.step()
 
     caught = []
-    calls = {"vector": lambda: engine.backward(engine.module(batch(0, 0)).reshape(1).expand(2))}
-    calls |= {"no model": lambda: initialize(model=None, config=copy.deepcopy(CONFIG)), "step": step_in_no_sync}
+    calls = {"no model": lambda: initialize(model=None, config=copy.deepcopy(CONFIG)), "step": step_in_no_sync}
+    if HAS_TORCH_STYLE:
+        calls["vector"] = lambda: engine.backward(engine.module(batch(0, 0)).reshape(1).expand(2))
     calls["batch"] = lambda: initialize(model=Model(), config=copy.deepcopy(CONFIG) | {"train_batch_size": 7})
     if hasattr(DeepSpeedEngine, "coalesce_grad_reduction"):
         calls["coalesce"] = coalesce_in_no_sync
@@ -219,7 +221,8 @@ def test_gradients_in_no_sync_and_inner_state_are_those_of_stock() -> None:
         assert {(kind, step) for kind, step, _ in ours["saved"]} == {(kind, step) for kind, step, _ in stock["saved"]}
         assert [norm for *_, norm in ours["saved"]] == ours["live"]
         assert ours["assertions"] == stock["assertions"]
-        assert {"vector", "no model", "step", "batch"} <= set(ours["assertions"])
+        assert {"no model", "step", "batch"} <= set(ours["assertions"])
+        assert "vector" in ours["assertions"] or not HAS_TORCH_STYLE
         assert "coalesce" in ours["assertions"] or not hasattr(DeepSpeedEngine, "coalesce_grad_reduction")
         assert ours["scales"] == stock["scales"] == [1.0, 1.0, 1.0]
         for what in ("inside 0", "inside 1", "reduced"):
