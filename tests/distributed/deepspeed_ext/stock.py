@@ -19,11 +19,11 @@ def config_for(initialize: Any, config: dict[str, Any]) -> dict[str, Any]:
     """A copy of the configuration, for stock without what its version does wrong.
 
     Before 0.18.3 its stage 2 keeps the gradients of a step's last micro-batch alone: stage 1, which adds them up,
-    computes the same. Before 0.18 it has no bucket for fp32 gradients that travel in bf16: they travel in fp32.
+    computes the same. Before 0.18.1 it has no bucket for fp32 gradients that travel in bf16: they travel in fp32.
     """
     own = copy.deepcopy(config)
     if initialize is not deepspeed_ext.initialize and not HAS_TORCH_STYLE and own["zero_optimization"]["stage"] == 2:
         own["zero_optimization"]["stage"] = 1
-    if initialize is not deepspeed_ext.initialize and deepspeed.__version__ < "0.18":
+    if initialize is not deepspeed_ext.initialize and deepspeed.__version__ < "0.18.1":
         own.pop("communication_data_type", None)
     return own
