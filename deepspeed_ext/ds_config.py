@@ -18,6 +18,7 @@ from deepspeed_ext.config_keys import NARROW_MASTERS
 from deepspeed_ext.muon_section import build_muon
 from deepspeed_ext.optimizers import OPTIMIZERS
 from deepspeed_ext.zero.options import DEFAULT_BUCKET_NUMEL, LossScaleOptions, ZeroOptions
+from deepspeed_ext.zero.sync_errors import InvalidCall
 
 # Keys of the section "deepspeed_ext", each a field of ZeroOptions. A value must have the type of the one given here.
 _OWN_OPTIONS = {"overlap_param_gather": False, "clip_after_steps": 0, "reduce_each_micro_batch": False}
@@ -93,9 +94,15 @@ def zero_options(config: Mapping[str, Any]) -> ZeroOptions:
 
     Raises:
         ValueError: an unknown key in the section "deepspeed_ext", or a value of the wrong type, out of range or "auto".
+        InvalidCall: an odd allgather_bucket_size, which has no other effect.
     """
     refuse_auto(config)
     zero = config.get("zero_optimization") or {}
+    if number("zero_optimization.allgather_bucket_size", gathered := zero.get("allgather_bucket_size", 2)) % 2:
+        raise InvalidCall(
+            "zero_optimization.allgather_bucket_size must be a multiple of nccl_start_alignment_factor, 2, got "
+            f"{gathered}; give an even number"
+        )
     bf16, communicate = get_bfloat16_config(config), config.get("communication_data_type")
     return ZeroOptions(
         stage=int(zero.get("stage", 1)),
