@@ -62,7 +62,8 @@ test-deepspeed: kernels
 	    tests/distributed/deepspeed_ext/test_patch.py tests/distributed/deepspeed_ext/zero/test_stock_files.py \
 	    tests/distributed/deepspeed_ext/zero/test_deepspeed_api.py tests/distributed/deepspeed_ext/test_ds_config.py \
 	    tests/distributed/deepspeed_ext/test_engine.py tests/distributed/deepspeed_ext/test_initialize.py \
-	    tests/distributed/deepspeed_ext/zero/test_grad_scaling.py tests/distributed/deepspeed_ext/zero/test_sync_errors.py
+	    tests/distributed/deepspeed_ext/zero/test_grad_scaling.py tests/distributed/deepspeed_ext/zero/test_sync_errors.py \
+	    tests/integration/test_zero3.py
 
 # The oldest torch that is supported, with Intel's extension of it. pip's index has torch 2.8 as a build for CUDA, 4 GB
 # with its libraries; an index of CPU builds in TORCH_INDEX saves most. Kernels are built in a copy of the tree, because
