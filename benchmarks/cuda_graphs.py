@@ -45,7 +45,8 @@ CASES = {  # sequences of a micro-batch, their length, micro-batches of a step, 
     "dense 27M": [(4, 512, 1, SMALL), (4, 512, 4, SMALL), (8, 1024, 1, SMALL)],
     "dense 134M": [(4, 1024, 1, MIDDLE), (4, 1024, 4, MIDDLE), (32, 1024, 1, MIDDLE)],
     "Mula-1B": [(1, 2048, 1, "--preset mula-1b"), (1, 2048, 4, "--preset mula-1b")],
-    "MoE 720M": [(8, 1024, 1, MOE), (8, 1024, 4, MOE), (1, 1024, 4, MOE)],
+    "MoE 720M": [(8, 1024, 1, MOE), (8, 1024, 4, MOE), (1, 1024, 4, MOE), (64, 1024, 2, MOE)],
+    "MoE 720M, float8": [(8, 1024, 4, f"{MOE} --fp8 hybrid"), (64, 1024, 2, f"{MOE} --fp8 hybrid")],
 }
 TURNS, STEPS = 4, 5
 

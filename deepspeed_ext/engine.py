@@ -201,7 +201,7 @@ class EPEngineMixin:
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         """Saves as DeepSpeed does; a schedule-free optimizer's module file has the averaged weights. Collective."""
-        with self.optimizer.averaged_parameters():
+        with self.optimizer.master_parameters():
             return super().save_checkpoint(*args, **kwargs)  # type: ignore[misc]
 
     def load_checkpoint(

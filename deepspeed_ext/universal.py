@@ -23,10 +23,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from deepspeed_ext.groups import ZeroGroups, expert_group_name, ranks_of, world_group
+from deepspeed_ext.optimizers.base import AVERAGE
 from deepspeed_ext.torch_files import check_bytes, read_torch
-from deepspeed_ext.zero.grad_scaling import loss_scale_state
 from deepspeed_ext.zero.optimizer import EPZeroOptimizer
-from deepspeed_ext.zero.sharded_state import StateShard
+from deepspeed_ext.zero.sharded_state import StateShard, has_whole_states
+from deepspeed_ext.zero.stock_files import load_options
 from deepspeed_ext.zero.sync_errors import gather, run_on_all_ranks
 
 _MODEL_STATES = "mp_rank_00_model_states.pt"
@@ -119,16 +120,16 @@ def load_optimizer(optimizer: EPZeroOptimizer, folder: Path, load_states: bool) 
     steps: set[int] = set()
 
     def read() -> Any:
-        if load_states and optimizer.matrix_states():
+        if load_states and has_whole_states(optimizer):
             raise ValueError(
-                f"{folder}: a universal checkpoint holds no states of whole matrices, which this optimizer has; load "
-                "without optimizer states"
+                f"{folder}: a universal checkpoint holds no states of whole matrices or tensors, which "
+                f"{type(optimizer.optimizer).__name__} has; use load_optimizer_states=False"
             )
         files = sorted([*(folder / "zero").rglob("*.pt"), *folder.glob(_MODEL_STATES)])  # other files are not read
         for path in files[dist.get_rank() :: dist.get_world_size()]:
             check_bytes(path)  # each file by one rank; afterwards a rank reads only the parts that it needs
         for shard in optimizer.state_shards():
-            for kind in shard.tensors if load_states else ["master"]:
+            for kind in [kind for kind in shard.tensors if kind != AVERAGE] if load_states else ["master"]:
                 flat = _local(folder / "zero", shard.param, shard.name, kind, expert_parts)
                 values.append((shard, kind, flat[shard.start : shard.stop]))
             count = folder / "zero" / expert_parts.name(shard.param, shard.name) / "step.pt"
@@ -141,15 +142,14 @@ def load_optimizer(optimizer: EPZeroOptimizer, folder: Path, load_states: bool) 
 
     general = run_on_all_ranks(read, world_group())
     for shard, kind, value in values:
-        if kind in shard.stored:
-            shard.stored[kind].write(value.float())
-        else:
-            shard.tensors[kind].copy_(value)
-    if not load_states:
+        shard.write(kind, value)
+    if load_states:
+        general = general if isinstance(general, dict) else {}
+        load_options(optimizer, general, general.get("loss_scaler"))
+        optimizer.restart_average()
+    else:
         optimizer.restart_states()
     optimizer.sync_params_from_master()
-    if load_states:
-        _load_general(optimizer, general if isinstance(general, dict) else {})
     known = [int(step) for step in gather(max(steps, default=-1), world_group()).values()]
     if max(known) >= 0:  # a rank may own nothing
         optimizer.step_count = max(known)
@@ -161,15 +161,6 @@ def _tensor(path: Path) -> Tensor:
     if not isinstance(tensor, Tensor):
         raise ValueError(f"{path} holds no tensor 'param'")
     return tensor
-
-
-def _load_general(optimizer: EPZeroOptimizer, general: Mapping[str, Any]) -> None:
-    """Loads the loss scale, and the hyperparameters if the number of groups is the same (converters add empty ones)."""
-    saved = [dict(group) for group in general.get("param_groups") or []]
-    if len(saved) == len(optimizer.param_groups):
-        for group, options in zip(optimizer.param_groups, saved, strict=True):
-            group.update({key: options[key] for key in options.keys() & group.keys() - {"params"}})
-    optimizer.loss_scale_state = loss_scale_state(general.get("loss_scaler"))
 
 
 def load_engine(engine: Any, folder: Path, *, load_counters: bool, load_scheduler: bool) -> dict[str, Any]:

@@ -79,8 +79,8 @@ class DeepSpeedFiles:
             engine_options: the engine's further arguments, which have no meaning here.
 
         Raises:
-            ValueError: on every rank and before anything has changed, if any entry was written at another layout, or
-                by DeepSpeed's own optimizer and does not fit.
+            ValueError: on every rank and before anything has changed, if any entry was written at another layout, by
+                an optimizer with other states that are to be loaded, or by DeepSpeed's own optimizer and does not fit.
             RuntimeError: while states are on the host.
         """
         optimizer = self._whole
@@ -91,7 +91,8 @@ class DeepSpeedFiles:
         if any(gather(stock_files.is_stock(own), world_group()).values()):
             stock_files.load(optimizer, own, load_optimizer_states)
         else:
-            sharded_state.load_state_dict(optimizer, self._checked(state_dict_list), load_optimizer_states)
+            own = self._checked(state_dict_list, load_optimizer_states)
+            sharded_state.load_state_dict(optimizer, own, load_optimizer_states)
         optimizer.sync_params_from_master()
 
     def _restore_from_bit16_weights(self) -> None:
@@ -117,7 +118,7 @@ class DeepSpeedFiles:
             if flat_buffer not in spread:
                 flat_buffer.read_masters_from_params()
         if any(gather(is_needed, world_group()).values()):  # a pipeline stage may have none
-            own = self._checked(self.read_files() if self.read_files is not None else None)
+            own = self._checked(self.read_files() if self.read_files is not None else None, load_states=False)
             sharded_state.load_masters(optimizer, own, spread)
             optimizer.restart_states()
             optimizer.sync_params_from_master()
@@ -125,13 +126,13 @@ class DeepSpeedFiles:
                 flat_buffer.read_masters_from_params()
         optimizer.restart_states()
 
-    def _checked(self, state_dict_list: Sequence[Any] | None) -> Any:
-        """Returns this rank's entry. Raises ValueError on every rank if any rank has none of its layout."""
+    def _checked(self, state_dict_list: Sequence[Any] | None, load_states: bool) -> Any:
+        """Returns this rank's entry. Raises ValueError on every rank if any rank has none that fits."""
         optimizer = self._whole
         rank = dist.get_rank(optimizer.groups.dense)
         own = state_dict_list[rank] if state_dict_list is not None and rank < len(state_dict_list) else None
         own = stock_files.ours_in(own)
-        run_on_all_ranks(lambda: sharded_state.check_state_dict(optimizer, own), world_group())
+        run_on_all_ranks(lambda: sharded_state.check_state_dict(optimizer, own, load_states), world_group())
         return own
 
     def update_lp_params(self) -> None:

@@ -86,9 +86,8 @@ class MatrixExchange:
         self._runs = [self._find_runs(layout, index, shard) for index in range(len(layout.buckets))]
         self._in_place: list[_MatrixBatch] = []  # worked on where they are
         self._staged: list[_MatrixBatch] = []  # worked on in the stage
-        self._kept: list[
-            tuple[ShardRange, int]
-        ] = []  # this rank's parts of its own staged matrices, place in the stage
+        # This rank's parts of its own staged matrices, with their places in the stage.
+        self._kept: list[tuple[ShardRange, int]] = []
         num_ranks = self.plan.group_size
         self._sent: list[list[ShardRange]] = [[] for _ in range(num_ranks)]  # by owner, in the order of matrices
         self._received: list[list[tuple[int, int]]] = [[] for _ in range(num_ranks)]  # place in the stage, elements
@@ -110,17 +109,13 @@ class MatrixExchange:
         """Decides for every matrix where it is worked on and which of its parts travel."""
         matrices, owners = self.plan.matrices, self.plan.owners
         self._in_place = self._find_batches(shard_map, rank)
-        in_place = {
-            (batch.bucket, batch.offset + i * batch.numel // batch.count)
-            for batch in self._in_place
-            for i in range(batch.count)
-        }
+        in_place = {matrix for batch in self._in_place for matrix in batch.matrices}
         kinds = [(matrix.rows, matrix.columns, matrix.by_columns) for matrix in matrices]
         for index in sorted(range(len(matrices)), key=kinds.__getitem__):
             matrix, owner = matrices[index], owners[index]
             parts = list(shard_map.shard_ranges(matrix))
             self.travelling_numel += sum(part.numel for part in parts if part.rank != owner)
-            if owner == rank and (parts[0].bucket, parts[0].offset) in in_place and len(parts) == 1:
+            if matrix in in_place:
                 continue
             place = self._stage_numel
             for part in parts:

@@ -523,20 +523,46 @@ class EPZeroOptimizer(DeepSpeedFiles, BaseOptimizer):
 
     @contextmanager
     def averaged_parameters(self) -> Iterator[None]:
-        """Has the parameters at the averaged point inside, to evaluate or to save them.
+        """Has the averaged weights in the parameters inside, to evaluate them. Collective.
 
-        That is the one of a schedule-free optimizer, or the moving average where ``keep_average`` says so; else nothing
-        happens. Afterwards they are at the training point again, bit by bit. Collective.
+        They are the moving average where ``keep_average`` says so, else ``master_parameters``. Masters and average
+        have changed places inside; afterwards all is as before, bit by bit.
         """
-        if self._evaluates_average:
-            with self._swapped_average():
+        if not self._evaluates_average:
+            with self.master_parameters():
                 yield
             return
+        self._require_at_rest("averaged_parameters", "hp_params", "lp_params", "optim_states")
+        self._swap_average()
+        try:
+            yield
+        finally:
+            self._swap_average()
+
+    @torch.no_grad()
+    def _swap_average(self) -> None:
+        """Exchanges masters and averages, and writes the new masters into the parameters."""
+        for shard in self._shards():
+            assert shard.average is not None
+            master = shard.master.clone()
+            shard.master.copy_(shard.average)
+            shard.average.copy_(master)
+        for flat_buffer in self.flat_buffers:
+            flat_buffer.write_params_from_masters()
+        self._gather_params()
+
+    @contextmanager
+    def master_parameters(self) -> Iterator[None]:
+        """Has the masters in the parameters inside, to save them. Collective.
+
+        A schedule-free optimizer's masters are an average, and the model is trained elsewhere; of any other optimizer
+        the parameters are the masters already, and nothing happens.
+        """
         averaged = [flat_buffer for flat_buffer in self.flat_buffers if flat_buffer.shard_optimizer.needs_masters]
         if not averaged:
             yield
             return
-        self._require_at_rest("averaged_parameters", "hp_params", "lp_params", "optim_states")
+        self._require_at_rest("master_parameters", "hp_params", "lp_params", "optim_states")
         for flat_buffer in averaged:
             flat_buffer.write_params_from_masters()
         self._gather_params()
@@ -547,29 +573,6 @@ class EPZeroOptimizer(DeepSpeedFiles, BaseOptimizer):
                 for flat_buffer in averaged:
                     flat_buffer.write_training_point(self.param_groups[flat_buffer.key.param_group])
                 self._gather_params()
-
-    @contextmanager
-    def _swapped_average(self) -> Iterator[None]:
-        """Exchanges masters and averages inside: the model computes with what the masters are."""
-        self._require_at_rest("averaged_parameters", "hp_params", "lp_params", "optim_states")
-
-        def swap() -> None:
-            for shard in self._shards():
-                assert shard.average is not None
-                master = shard.master.clone()
-                shard.master.copy_(shard.average)
-                shard.average.copy_(master)
-            for flat_buffer in self.flat_buffers:
-                flat_buffer.write_params_from_masters()
-            self._gather_params()
-
-        with torch.no_grad():
-            swap()
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                swap()
 
     # ---- the moving average of the weights
 

@@ -56,6 +56,13 @@ class StateShard:
         self.tensors.copies[kind] = torch.empty(self.stop - self.start, dtype=torch.float32)
         return self.tensors.copies[kind]
 
+    def write(self, kind: str, value: Tensor) -> None:
+        """Sets the master or a state of the optimizer at once, from [stop - start] in any float dtype on any device."""
+        if kind in self.stored:
+            self.stored[kind].write(value.float())
+        else:
+            self.tensors[kind].copy_(value)
+
 
 class _DecodedWhenRead(Mapping[str, Tensor]):
     """The tensors of a shard: live views, and copies of stored states that are made when they are asked for."""
@@ -217,8 +224,31 @@ def state_dict(optimizer: EPZeroOptimizer) -> dict[str, Any]:
     }
 
 
-def check_state_dict(optimizer: EPZeroOptimizer, saved: Any) -> None:
-    """Raises ValueError if ``saved`` was written at another layout or by another optimizer. Local."""
+def _state_kinds(optimizer: EPZeroOptimizer) -> list[tuple[str, ...]]:
+    """The names of this rank's states: of each bucket, of each whole matrix, of each flat buffer's whole tensors."""
+    of_buckets = [bucket.shard.state for flat_buffer in optimizer.flat_buffers for bucket in flat_buffer.buckets]
+    of_matrices = [one.tensors for one in matrix_states(optimizer)]
+    of_tensors = [flat_buffer.tensor_state for flat_buffer in optimizer.flat_buffers]
+    return [tuple(sorted(one)) for one in (*of_buckets, *of_matrices, *of_tensors)]
+
+
+def _saved_kinds(saved: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """As ``_state_kinds``, of a state dict. Earlier versions wrote no list of states that were all empty."""
+    of_buckets = [shard.keys() - {"master", AVERAGE} for shard in saved["shards"]]
+    of_tensors = saved.get("tensor_states") or [{}] * len(saved["layout"])
+    return [tuple(sorted(one)) for one in (*of_buckets, *saved.get("matrix_states", ()), *of_tensors)]
+
+
+def has_whole_states(optimizer: EPZeroOptimizer) -> bool:
+    """Whether this rank has states of whole matrices or tensors, which DeepSpeed's formats do not know."""
+    return bool(matrix_states(optimizer)) or any(flat_buffer.tensor_state for flat_buffer in optimizer.flat_buffers)
+
+
+def check_state_dict(optimizer: EPZeroOptimizer, saved: Any, load_states: bool) -> None:
+    """Raises ValueError if ``saved`` was written at another layout or, with ``load_states``, by another optimizer.
+
+    Local.
+    """
     if not isinstance(saved, Mapping) or saved.get("format") != _FORMAT:
         raise ValueError("the checkpoint was not written by this version of EPZeroOptimizer; it cannot be loaded here")
     if saved["layout"] != _layout(optimizer):
@@ -226,9 +256,14 @@ def check_state_dict(optimizer: EPZeroOptimizer, saved: Any) -> None:
             "the checkpoint was written at another parameter, bucket or rank layout; DeepSpeed's files load only at "
             "the layout that wrote them"
         )
-    kinds = [list(one.tensors) for one in matrix_states(optimizer)]
-    if [list(one) for one in saved.get("matrix_states", [])] != kinds:
-        raise ValueError("the checkpoint holds other states of whole matrices: it was written by another optimizer")
+    found, kept = _saved_kinds(saved), _state_kinds(optimizer)
+    if load_states and found != kept:
+        there, here = (" and ".join(sorted({", ".join(one) for one in kinds if one})) for kinds in (found, kept))
+        raise ValueError(
+            f"the checkpoint holds other optimizer states ({there or 'none'}) than "
+            f"{type(optimizer.optimizer).__name__} keeps here ({here or 'none'}); load it with the optimizer and the "
+            "state_dtype that wrote it, or use load_optimizer_states=False"
+        )
     if missing := optimizer.frozen_experts.keys() - saved.get("frozen_experts", {}).keys():
         raise ValueError(
             f"the checkpoint does not hold the frozen expert {min(missing)!r} of each rank: it was written by an "
@@ -254,11 +289,10 @@ def load_state_dict(optimizer: EPZeroOptimizer, saved: Any, load_optimizer_state
     if load_optimizer_states:
         buckets = [bucket for flat_buffer in optimizer.flat_buffers for bucket in flat_buffer.buckets]
         for bucket, shard in zip(buckets, saved["shards"], strict=True):
-            for kind in shard.keys() - {"master"}:
-                if kind != AVERAGE:
-                    bucket.shard.state[kind].copy_(shard[kind])
-                elif bucket.shard.average is not None:
-                    bucket.shard.average.copy_(shard[kind])
+            for kind, state in bucket.shard.state.items():
+                state.copy_(shard[kind])
+            if bucket.shard.average is not None:
+                bucket.shard.average.copy_(shard.get(AVERAGE, shard["master"]))
         for one, tensors in zip(matrix_states(optimizer), saved.get("matrix_states", []), strict=True):
             for kind, tensor in one.tensors.items():
                 tensor.copy_(tensors[kind])

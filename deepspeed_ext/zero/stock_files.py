@@ -23,6 +23,7 @@ from torch import Tensor
 
 from deepspeed_ext.groups import world_group
 from deepspeed_ext.zero.grad_scaling import loss_scale_state
+from deepspeed_ext.zero.sharded_state import has_whole_states
 from deepspeed_ext.zero.sync_errors import gather, run_on_all_ranks
 
 if TYPE_CHECKING:
@@ -247,20 +248,23 @@ def load(optimizer: EPZeroOptimizer, saved: Any, load_states: bool) -> None:
             whole[start : start + fragment.numel] = flat[fragment.start : fragment.start + fragment.numel].to(whole)
         dist.all_reduce(whole, group=group)
         for shard in shards.get(name, ()):
-            part = whole[shard.start : shard.stop]
-            if kind in shard.stored:
-                shard.stored[kind].write(part)
-            else:
-                shard.tensors[kind].copy_(part)
+            shard.write(kind, whole[shard.start : shard.stop])
     if not load_states:
         optimizer.restart_states()
         return
-    options = saved[_OPTIMIZER].get("param_groups", [])
-    if len(options) == len(optimizer.param_groups):
-        for target, source in zip(optimizer.param_groups, options, strict=True):
-            target.update({key: source[key] for key in (source.keys() & target.keys()) - {"params"}})
+    optimizer.restart_average()
+    load_options(optimizer, saved[_OPTIMIZER], saved.get("loss_scaler"))
     optimizer.step_count = max(gather(_steps(saved), group).values())
-    optimizer.loss_scale_state = loss_scale_state(saved.get("loss_scaler"))
+
+
+def load_options(optimizer: EPZeroOptimizer, saved: Mapping[str, Any], loss_scaler: Any) -> None:
+    """Restores the parameter groups' options, if there are as many groups (converters add empty ones), and the loss
+    scale from DeepSpeed's scaler."""
+    groups = [dict(group) for group in saved.get("param_groups") or ()]
+    if len(groups) == len(optimizer.param_groups):
+        for target, source in zip(optimizer.param_groups, groups, strict=True):
+            target.update({key: source[key] for key in (source.keys() & target.keys()) - {"params"}})
+    optimizer.loss_scale_state = loss_scale_state(loss_scaler)
 
 
 def _pieces(optimizer: EPZeroOptimizer, load_states: bool) -> Iterator[tuple[str, str, int, torch.device]]:
@@ -294,9 +298,9 @@ def _check(optimizer: EPZeroOptimizer, saved: Any, load_states: bool) -> dict[st
         for group, addresses in enumerate(saved[_MAPPINGS])
         for name, address in addresses.items()
     }
-    if load_states and (optimizer.matrix_states() or any(f.tensor_state for f in optimizer.flat_buffers)):
+    if load_states and has_whole_states(optimizer):
         raise ValueError(
-            f"a checkpoint of DeepSpeed's own ZeRO holds no states of whole matrices or tensors, which "
+            "a checkpoint of DeepSpeed's own ZeRO holds no states of whole matrices or tensors, which "
             f"{type(optimizer.optimizer).__name__} has; use load_optimizer_states=False"
         )
     for name, kind, _, _ in _pieces(optimizer, load_states):

@@ -25,6 +25,7 @@ from deepspeed_ext.optimizers.base import Shard, StepScalars
 from deepspeed_ext.optimizers.kernels import triton_ops
 from deepspeed_ext.optimizers.kernels.options import AdamOptions, LionOptions, SGDOptions
 from megatron.optimus.ops.triton import (
+    attention_logits,
     backend,
     elementwise,
     grouped_gemm,
@@ -89,6 +90,8 @@ def main() -> None:
     scores = backend.router_topk(logits, TOPK, False, True, None)[0]
     backend.router_topk_backward(logits, indices, scores[:, :TOPK].contiguous(), None, False, True)
     router_statistics.statistics(logits, logits, indices)
+    queries, positions = x.view(1, 4, TOKENS, -1), torch.arange(TOKENS)
+    attention_logits.largest_scores(queries, queries, positions, positions, None, None)
     router_statistics.gradients(logits, logits, logits[0], logits[0, 0])
     elementwise.silu_mul_backward(x, x, elementwise.silu_mul(x, x))
     elementwise.rotate(x.view(1, 4, TOKENS, -1), torch.zeros(TOKENS, 64), torch.zeros(TOKENS, 64), False)

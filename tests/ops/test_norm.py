@@ -71,7 +71,9 @@ def test_sum_and_norm(
 @each_dtype
 @pytest.mark.parametrize("per_head", [True, False], ids=["each head", "all heads"])
 @pytest.mark.parametrize("shape", [(1, 1, 1, 6), (2, 5, 3, 8), (3, 9, 2, 20), (1, 33, 4, 64), (2, 150, 2, 32)], ids=str)
-@pytest.mark.parametrize("layout", ["positions first", "heads first", "gaps", "a table a sequence"])
+@pytest.mark.parametrize(
+    "layout", ["positions first", "heads first", "gaps", "gaps between rows", "a table a sequence"]
+)
 def test_norm_and_rotation(
     backend: str, device: str, dtype: torch.dtype, per_head: bool, shape: tuple[int, ...], layout: str
 ) -> None:
@@ -79,6 +81,8 @@ def test_norm_and_rotation(
     batch, length, heads, width = shape
     if layout == "gaps":  # a part of a wider row
         x = made(batch, length, heads, 3 * width, dtype=dtype, device=device)[..., width : 2 * width]
+    elif layout == "gaps between rows":  # as float8 projections leave it
+        x = made(batch, length, 3 * heads, width, dtype=dtype, device=device)[:, :, heads : 2 * heads]
     else:
         x = made(*shape, dtype=dtype, device=device)
     weight = 1 + made(width if per_head else heads * width, dtype=dtype, device=device, seed=2)

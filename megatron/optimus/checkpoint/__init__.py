@@ -9,7 +9,7 @@ saver.py       saving beside training: save_plan.py (who writes what), snapshot.
 reader.py      loading at any layout, every byte once
 verify.py      checking and comparing without loading
 run_lock.py    one job at a time may write
-memory.py      checkpoints in host memory, with a copy on another node
+memory.py      checkpoints in host memory, with a copy on another node; memory_state.py: one rank's file
 mirror.py      upload of complete checkpoints to an object store, and download
 
 There is no interface for storage: a folder is a local or shared POSIX directory. Another back end replaces at least

@@ -105,6 +105,12 @@ class Manifest:
         """The hash of ``config`` as canonical JSON: two runs with equal hashes were configured alike."""
         return xxhash.xxh3_128_hexdigest(json.dumps(self.config, sort_keys=True, separators=(",", ":")).encode())
 
+    def contents_of(self, file: str) -> str:
+        """Names the tensors that a file holds, for the message about its loss."""
+        entries = [entry for entry in self.tensors.values() if any(piece.file == file for piece in entry.pieces)]
+        names = list(dict.fromkeys(entry.name for entry in entries))
+        return ", ".join(names[:3]) + (f" and {len(names) - 3} more tensors" if len(names) > 3 else "")
+
     def to_bytes(self) -> bytes:
         """Builds the file's bytes. Raises CheckpointError when config or metadata are not plain JSON (NaN is not)."""
         body = {
@@ -183,14 +189,14 @@ def parse_manifest(data: bytes, source: str) -> Manifest:
     if body["kind"] not in ("full", "model"):
         raise CheckpointError(f"{source}: kind is {body['kind']!r}; must be 'full' or 'model'")
     files = _typed(body, "files", dict, source)
-    for name in files:
+    for name, size in files.items():
         if not _FILE_NAME.fullmatch(name):
             raise CheckpointError(f"{source}: files: {name[:200]!r} is not a plain .safetensors name")
-        _count(files, name, f"{source}: files")
+        _count(size, name, f"{source}: files")
     manifest = Manifest(
         kind=body["kind"],
-        step=_count(body, "step", source),
-        consumed_samples=_count(body, "consumed_samples", source),
+        step=_count(body["step"], "step", source),
+        consumed_samples=_count(body["consumed_samples"], "consumed_samples", source),
         config=_typed(body, "config", dict, source),
         metadata=_typed(body, "metadata", dict, source),
         files=files,
@@ -235,7 +241,7 @@ def parse_tensors(items: list[Any], source: str) -> dict[tuple[str, str], Tensor
         shape = _typed(item, "shape", list, where)
         if len(shape) > _MAX_DIMS:
             raise CheckpointError(f"{where}: shape has {len(shape)} dimensions, limit {_MAX_DIMS}")
-        sizes = tuple(_count({"shape": size}, "shape", where) for size in shape)
+        sizes = tuple(_count(size, "shape", where) for size in shape)
         if math.prod(sizes) > _MAX_INT:
             raise CheckpointError(f"{where}: shape {sizes} has too many elements")
         entry = TensorEntry(name, kind, item["dtype"], sizes, ())
@@ -248,7 +254,7 @@ def parse_tensors(items: list[Any], source: str) -> dict[tuple[str, str], Tensor
 def _parse_piece(item: Any, entry: TensorEntry, where: str) -> StoredPiece:
     where = f"{where}: pieces"
     _exact_fields(item, _PIECE_FIELDS, where, optional="box")
-    start, stop = _count(item, "start", where), _count(item, "stop", where)
+    start, stop = _count(item["start"], "start", where), _count(item["stop"], "stop", where)
     box = _parse_box(item["box"], entry.shape, where) if "box" in item else None
     piece = StoredPiece(
         entry.name,
@@ -276,7 +282,7 @@ def _parse_box(value: Any, shape: tuple[int, ...], where: str) -> Box:
     pairs = value if isinstance(value, list) else [value]
     if not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
         raise CheckpointError(f"{where}: box must be a list of [start, stop]")
-    box = tuple((_count({"box": a}, "box", where), _count({"box": b}, "box", where)) for a, b in pairs)
+    box = tuple((_count(a, "box", where), _count(b, "box", where)) for a, b in pairs)
     if not box_fits(box, shape):
         raise CheckpointError(f"{where}: box {box} is not inside shape {shape}")
     return box
@@ -317,8 +323,7 @@ def _typed(item: dict[str, Any], name: str, kind: type, where: str) -> Any:
     return item[name]
 
 
-def _count(item: dict[str, Any], name: str, where: str) -> int:
-    value = item[name]
+def _count(value: Any, name: str, where: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         raise CheckpointError(f"{where}: {name} must be an integer, is {type(value).__name__}")
     if not 0 <= value <= _MAX_INT:

@@ -29,6 +29,7 @@ from megatron.optimus.checkpoint.store import load_manifest
 from megatron.optimus.checkpoint.tokenizer_files import FOLDER as TOKENIZER_FOLDER
 from megatron.optimus.checkpoint.writer import Task
 from megatron.optimus.platform import files
+from megatron.optimus.platform.log import first_line
 from megatron.optimus.platform.ranks import Ranks
 
 _BLOCK_BYTES = 64 << 20  # a part of an upload: S3 takes 10,000 of them, which makes files of up to 640 GB
@@ -66,7 +67,9 @@ class Mirror:
         except ImportError as error:
             raise CheckpointError(f"{url}: {error}: pip install optimus-megatron[object-store]") from error
         except Exception as error:  # of the protocol's package, whatever it is
-            raise CheckpointError(f"{url}: {_reason(error)}; use such as s3://bucket/run or file:///folder") from error
+            raise CheckpointError(
+                f"{url}: {first_line(error)}; use such as s3://bucket/run or file:///folder"
+            ) from error
 
     # ---- uploading
 
@@ -86,7 +89,7 @@ class Mirror:
                 self._upload(path.name, opened)
                 log.info("%s is uploaded to %s", path.name, self._url)
             except Exception as error:  # of a service, whatever it is
-                on_failure(f"{path.name} could not be uploaded to {self._url}: {_reason(error)}")
+                on_failure(f"{path.name} could not be uploaded to {self._url}: {first_line(error)}")
 
         self._thread = threading.Thread(target=work, name="checkpoint mirror", daemon=True)
         self._thread.start()
@@ -131,7 +134,7 @@ class Mirror:
             try:
                 self._manifest(item.name)
             except Exception as error:  # of the service too
-                log.warning("%s/%s is not whole and is passed over: %s", self._url, item.name, _reason(error))
+                log.warning("%s/%s is not whole and is passed over: %s", self._url, item.name, first_line(error))
             else:
                 return item.name
         return None
@@ -150,7 +153,7 @@ class Mirror:
                     log.warning("%s/%s is withdrawn: it was saved in steps that went wrong", self._url, item.name)
             except Exception as error:  # of the service, whatever it is
                 text = f"{self._url}/{item.name} was saved in steps that went wrong and cannot be withdrawn"
-                raise CheckpointError(f"{text}: {_reason(error)}; delete its {MANIFEST_NAME}") from error
+                raise CheckpointError(f"{text}: {first_line(error)}; delete its {MANIFEST_NAME}") from error
 
     def _listed(self) -> list[commit.Committed]:
         """The full checkpoints at the URL, whole or not, the oldest first."""
@@ -158,17 +161,19 @@ class Mirror:
         try:
             entries = self._fs.ls(self._root, detail=False) if self._fs.exists(self._root) else []
         except Exception as error:
-            raise CheckpointError(f"{self._url} cannot be listed: {_reason(error)}") from error
+            raise CheckpointError(f"{self._url} cannot be listed: {first_line(error)}") from error
         found = (commit.parse_name(str(entry).rstrip("/").rpartition("/")[2]) for entry in entries)
         return sorted(one for one in found if one is not None and one.kind == "full")
 
     def _manifest(self, name: str) -> tuple[Manifest, bytes]:
-        """Reads a manifest, and checks that its files have the sizes that it says."""
+        """Reads a manifest, and checks that it is of this name and its files have the sizes that it says."""
         place = f"{self._root}/{name}/{MANIFEST_NAME}"
         if self._fs.info(place)["size"] > MAX_MANIFEST_BYTES:
             raise CheckpointError(f"{place}: larger than {MAX_MANIFEST_BYTES} bytes")
         data = self._fs.cat_file(place)
         manifest = parse_manifest(data, place)
+        if commit.Committed(manifest.step, 0, manifest.kind).name != name.partition(".")[0]:
+            raise CheckpointError(f"{place}: is of a {manifest.kind!r} checkpoint of step {manifest.step}")
         for file, size in manifest.files.items():
             if (sent := self._fs.info(f"{self._root}/{name}/{file}")["size"]) != size:
                 raise CheckpointError(f"{file} has {sent} bytes, the manifest says {size}")
@@ -193,12 +198,12 @@ class Mirror:
                     out.flush()
                     os.fsync(out.fileno())
             files.write_new(temporary / MANIFEST_NAME, data)
+            load_manifest(temporary)  # what is committed is whole: the run would not look at the URL again
             path = folder / commit.commit(folder, temporary, item.step).name
-            load_manifest(path)
         except Exception as error:  # of the service too
             with contextlib.suppress(OSError):
                 files.delete_tree(temporary)
-            raise CheckpointError(f"{self._url}/{name} cannot be downloaded: {_reason(error)}") from error
+            raise CheckpointError(f"{self._url}/{name} cannot be downloaded: {first_line(error)}") from error
         return path
 
     def _tokenizer_files(self, name: str) -> Iterator[str]:
@@ -256,8 +261,3 @@ def _open_all(path: Path) -> dict[str, BinaryIO]:
             one.close()
         raise
     return opened
-
-
-def _reason(error: BaseException) -> str:
-    """The first line of an error, with its type where it says nothing."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)

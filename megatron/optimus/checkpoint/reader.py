@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,7 +24,7 @@ import torch.distributed as dist
 import xxhash
 
 from megatron.optimus.checkpoint.errors import CheckpointError, DamagedError
-from megatron.optimus.checkpoint.manifest import Manifest, StoredPiece, TensorEntry
+from megatron.optimus.checkpoint.manifest import Manifest, StoredPiece
 from megatron.optimus.checkpoint.shards import ALIGNED, DTYPE_BYTES, ShardFile, dtype_name, torch_dtype
 from megatron.optimus.checkpoint.slices import Overlap, Region, TensorSlice, overlaps
 from megatron.optimus.platform import device as devices
@@ -141,7 +142,7 @@ class ShardFiles:
                 try:
                     file = ShardFile(self._path / name, self._manifest.files[name], limit)
                 except CheckpointError as error:
-                    raise DamagedError(f"{error}; it holds {contents(self._manifest, name)}") from error
+                    raise DamagedError(f"{error}; it holds {self._manifest.contents_of(name)}") from error
             self._files[name] = file, users + 1
         try:
             yield file
@@ -243,14 +244,10 @@ def pages(size: int, pin: bool = False) -> torch.Tensor:
     return memory[first : first + size + 2 * ALIGNED]
 
 
-def contents(manifest: Manifest, file: str) -> str:
-    """Names the tensors that a file holds, for the message about its loss."""
-    names = [e.name for e in manifest.tensors.values() if any(p.file == file for p in e.pieces)]
-    names = list(dict.fromkeys(names))
-    return f"{', '.join(names[:3])}" + (f" and {len(names) - 3} more tensors" if len(names) > 3 else "")
-
-
 # ---- all ranks: who reads what
+
+
+Key = tuple[str, str]  # name and kind of a tensor
 
 
 @dataclass
@@ -260,23 +257,6 @@ class _ReadSchedule:
     chunks: list[ReadChunk] = field(default_factory=list)
     incoming: dict[int, list[tuple[int, ReadChunk]]] = field(default_factory=dict)  # round -> (reader, chunk)
     num_rounds: int = 0
-
-
-def _matching_entry(path: Path, manifest: Manifest, request: TensorSlice, cast: bool) -> TensorEntry:
-    """Finds the stored tensor that ``request`` asks for. Raises CheckpointError where name, shape or dtype differ."""
-    where = f"{path}: tensor {request.name} ({request.kind})"
-    entry = manifest.tensors.get((request.name, request.kind))
-    if entry is None:
-        kinds = sorted(kind for name, kind in manifest.tensors if name == request.name)
-        there = f"this {manifest.kind!r} checkpoint has it as {', '.join(kinds)}" if kinds else "no tensor of that name"
-        raise CheckpointError(f"{where}: not in the checkpoint ({there})")
-    if entry.shape != tuple(request.global_shape):
-        raise CheckpointError(f"{where}: shape is {entry.shape} in the checkpoint, {request.global_shape} in this run")
-    wanted = dtype_name(request.dtype)
-    both_float = entry.dtype in _FLOATS and wanted in _FLOATS
-    if entry.dtype != wanted and not (cast and both_float):
-        raise CheckpointError(f"{where}: dtype is {entry.dtype} in the checkpoint, {wanted} in this run")
-    return entry
 
 
 def read(path: Path, manifest: Manifest, requests: Sequence[TensorSlice], ranks: Ranks, *, cast: bool) -> None:
@@ -290,38 +270,80 @@ def read(path: Path, manifest: Manifest, requests: Sequence[TensorSlice], ranks:
         cast: convert between floating-point dtypes instead of refusing them.
 
     Raises:
-        CheckpointError: on every rank for a request that does not fit the checkpoint.
+        CheckpointError: on every rank for a request that does not fit the checkpoint, or where memory does not suffice.
         DamagedError: on every rank for bytes that are not what the manifest says; requests may then be partly filled.
     """
-    requests = [request for request in requests if request.start < request.stop]
     task = f"loading {path}"
-    ranks.run_on_all_ranks(lambda: [_matching_entry(path, manifest, r, cast) for r in requests], task, CheckpointError)
-    entries = list(manifest.tensors.values())
-    numbers = {(entry.name, entry.kind): number for number, entry in enumerate(entries)}
-    wanted = [[numbers[r.name, r.kind], r.start, r.stop, r.box] for r in requests]
-    everyone = [json.loads(text) for text in ranks.all_gather_bytes(json.dumps(wanted).encode())]
-    schedule = _schedule(entries, everyone, ranks.rank)
-    _, error = attempt(lambda: _run(path, manifest, schedule, requests, everyone, numbers, ranks))
+    targets: dict[Key, list[TensorSlice]] = defaultdict(list)
+    for request in requests:
+        if request.start < request.stop:
+            targets[request.name, request.kind].append(request)
+
+    def check() -> None:
+        for wanted in targets.values():
+            for request in wanted:
+                _check_request(path, manifest, request, cast)
+
+    ranks.run_on_all_ranks(check, task, CheckpointError)
+    regions = _regions_of_all_ranks(manifest, targets, ranks)
+    schedule = _schedule(manifest, regions, ranks)
+
+    def open_files() -> ReadAhead:
+        files = ShardFiles(path, manifest)
+        return ReadAhead(files, schedule.chunks, lambda chunk: _own_memory(chunk, targets), ranks.device)
+
+    # All together, or ranks would wait for the messages of one that has no memory for its buffers.
+    source = ranks.run_on_all_ranks(open_files, task, CheckpointError)
+    _, error = attempt(lambda: _run(source, schedule, targets, regions, ranks))
     failure = ranks.first_failure(error)
     if failure is not None:
-        raise ranks.failure_error(failure, error, task, DamagedError) from error
+        # Only for damage may an older checkpoint be taken.
+        is_damage = ranks.start_all_reduce_min(int(error is None or isinstance(error, DamagedError)))()
+        raise ranks.failure_error(failure, error, task, DamagedError if is_damage else CheckpointError) from error
 
 
-def _schedule(entries: list[TensorEntry], everyone: list[list[list]], rank: int) -> _ReadSchedule:
+def _check_request(path: Path, manifest: Manifest, request: TensorSlice, cast: bool) -> None:
+    """Raises CheckpointError where the checkpoint lacks the tensor, or has it in another shape or dtype."""
+    where = f"{path}: tensor {request.name} ({request.kind})"
+    entry = manifest.tensors.get((request.name, request.kind))
+    if entry is None:
+        kinds = sorted(kind for name, kind in manifest.tensors if name == request.name)
+        there = f"this {manifest.kind!r} checkpoint has it as {', '.join(kinds)}" if kinds else "no tensor of that name"
+        raise CheckpointError(f"{where}: not in the checkpoint ({there})")
+    if entry.shape != tuple(request.global_shape):
+        raise CheckpointError(f"{where}: shape is {entry.shape} in the checkpoint, {request.global_shape} in this run")
+    wanted = dtype_name(request.dtype)
+    both_float = entry.dtype in _FLOATS and wanted in _FLOATS
+    if entry.dtype != wanted and not (cast and both_float):
+        raise CheckpointError(f"{where}: dtype is {entry.dtype} in the checkpoint, {wanted} in this run")
+
+
+def _regions_of_all_ranks(
+    manifest: Manifest, targets: dict[Key, list[TensorSlice]], ranks: Ranks
+) -> dict[Key, list[tuple[int, Region]]]:
+    """Exchanges what every rank wants. Returns, by tensor, each request's rank and region. Collective."""
+    keys = list(manifest.tensors)
+    numbers = {key: number for number, key in enumerate(keys)}
+    own = [[numbers[key], *request.region[1:]] for key, wanted in targets.items() for request in wanted]
+    regions: dict[Key, list[tuple[int, Region]]] = defaultdict(list)
+    for rank, text in enumerate(ranks.all_gather_bytes(json.dumps(own).encode())):
+        for number, start, stop, box in json.loads(text):
+            key = keys[number]
+            regions[key].append((rank, Region.from_json(manifest.tensors[key].shape, start, stop, box)))
+    return regions
+
+
+def _schedule(manifest: Manifest, regions: dict[Key, list[tuple[int, Region]]], ranks: Ranks) -> _ReadSchedule:
     """Computes the assignment, which is the same on every rank, and returns this rank's part of it."""
-    wanted_by: dict[int, list[tuple[int, Region]]] = defaultdict(list)
-    for asker, wanted in enumerate(everyone):
-        for number, start, stop, box in wanted:
-            wanted_by[number].append((asker, _region(entries[number], start, stop, box)))
-    pieces = [(piece, number) for number in wanted_by for piece in entries[number].pieces]
+    pieces = [piece for key, entry in manifest.tensors.items() if key in regions for piece in entry.pieces]
     # The order in which a rank writes (save_plan.py): its own pieces then follow each other in the file.
-    pieces.sort(key=lambda item: (item[0].file, -DTYPE_BYTES[item[0].dtype], item[1], item[0].region.start))
-    load = [0] * len(everyone)
-    rounds = [0] * len(everyone)
+    pieces.sort(key=lambda piece: (piece.file, -DTYPE_BYTES[piece.dtype]))  # stable: then that of the manifest
+    load = [0] * ranks.size
+    rounds = [0] * ranks.size
     schedule = _ReadSchedule()
-    for piece, number in pieces:
+    for piece in pieces:
         shares: dict[int, int] = defaultdict(int)
-        for asker, region in wanted_by[number]:
+        for asker, region in regions[piece.name, piece.kind]:
             shares[asker] += sum(overlap.numel for overlap in overlaps(piece.region, region))
         askers = {asker: share for asker, share in shares.items() if share}
         if not askers:
@@ -330,53 +352,35 @@ def _schedule(entries: list[TensorEntry], everyone: list[list[list]], rank: int)
         reader = min((a for a, share in askers.items() if share == most), key=lambda a: (load[a], a))
         load[reader] += piece.num_bytes
         for chunk in chunks_of(piece):
-            if reader == rank:
+            if reader == ranks.rank:
                 schedule.chunks.append(chunk)
-            elif rank in askers:
+            elif ranks.rank in askers:
                 schedule.incoming.setdefault(rounds[reader], []).append((reader, chunk))
             rounds[reader] += 1
     schedule.num_rounds = max(rounds, default=0)
     return schedule
 
 
-def _region(entry: TensorEntry, start: int, stop: int, box: list[list[int]] | None) -> Region:
-    return Region(entry.shape, start, stop, None if box is None else tuple((low, high) for low, high in box))
-
-
 def _run(
-    path: Path,
-    manifest: Manifest,
+    source: ReadAhead,
     schedule: _ReadSchedule,
-    requests: Sequence[TensorSlice],
-    everyone: list[list[list]],
-    numbers: dict[tuple[str, str], int],
+    targets: dict[Key, list[TensorSlice]],
+    regions: dict[Key, list[tuple[int, Region]]],
     ranks: Ranks,
 ) -> None:
     """Runs all rounds. A rank that fails goes on with zeros, so that no other waits for it, and raises at the end."""
-    targets: dict[tuple[str, str], list[TensorSlice]] = defaultdict(list)
-    for request in requests:
-        targets[request.name, request.kind].append(request)
-    entries = list(manifest.tensors.values())
-    askers: dict[int, list[tuple[int, Region]]] = defaultdict(list)
-    for rank, wanted in enumerate(everyone):
-        for number, start, stop, box in wanted:
-            if rank != ranks.rank:
-                askers[number].append((rank, _region(entries[number], start, stop, box)))
-    source = ReadAhead(
-        ShardFiles(path, manifest), schedule.chunks, lambda chunk: _own_memory(chunk, targets), ranks.device
-    )
     failed: Exception | None = None
     try:
         for index in range(schedule.num_rounds):
             own = schedule.chunks[index] if index < len(schedule.chunks) else None
             outgoing: list[tuple[int, torch.Tensor]] = []
             if own is not None:
-                data, error = attempt(source.next) if failed is None else (None, failed)
-                failed = failed or error
+                data = None
+                if failed is None:
+                    data, failed = attempt(partial(_next_filled, source, own, targets))
                 if data is None:
                     data = torch.zeros(own.stop - own.start, dtype=torch_dtype(own.piece.dtype))
-                _fill(own, data, targets)
-                outgoing = _outgoing(own, data, askers[numbers[own.piece.name, own.piece.kind]], ranks)
+                outgoing = _outgoing(own, data, regions[own.piece.name, own.piece.kind], ranks)
             _exchange(outgoing, schedule.incoming.get(index, []), targets, ranks)
     finally:
         source.close()
@@ -384,7 +388,7 @@ def _run(
         raise failed
 
 
-def _own_memory(chunk: ReadChunk, targets: dict[tuple[str, str], list[TensorSlice]]) -> torch.Tensor | None:
+def _own_memory(chunk: ReadChunk, targets: dict[Key, list[TensorSlice]]) -> torch.Tensor | None:
     """The host memory into which a whole chunk can be read as it is, in one stretch; None if there is no such."""
     wanted = targets[chunk.piece.name, chunk.piece.kind]
     found = [(request, overlap) for request in wanted for overlap in overlaps(chunk.region, request.region)]
@@ -398,13 +402,16 @@ def _own_memory(chunk: ReadChunk, targets: dict[tuple[str, str], list[TensorSlic
     return view.detach().reshape(-1).view(torch.uint8)
 
 
-def _fill(chunk: ReadChunk, data: torch.Tensor, targets: dict[tuple[str, str], list[TensorSlice]]) -> None:
+def _next_filled(source: ReadAhead, chunk: ReadChunk, targets: dict[Key, list[TensorSlice]]) -> torch.Tensor:
+    """Returns the next chunk's elements, of which this rank has taken what it wants."""
+    data = source.next()
     with torch.no_grad():
         for request in targets[chunk.piece.name, chunk.piece.kind]:
             for overlap in overlaps(chunk.region, request.region):
                 view = overlap.in_second(request.tensor)
                 if view.data_ptr() != data.data_ptr():  # else it was read there
                     view.copy_(overlap.in_first(data), non_blocking=devices.pins_memory(view.device))
+    return data
 
 
 def _sent(chunk: ReadChunk, regions: Sequence[Region]) -> list[Overlap]:
@@ -413,14 +420,16 @@ def _sent(chunk: ReadChunk, regions: Sequence[Region]) -> list[Overlap]:
 
 
 def _outgoing(
-    chunk: ReadChunk, data: torch.Tensor, askers: list[tuple[int, Region]], ranks: Ranks
+    chunk: ReadChunk, data: torch.Tensor, regions: list[tuple[int, Region]], ranks: Ranks
 ) -> list[tuple[int, torch.Tensor]]:
-    regions: dict[int, list[Region]] = defaultdict(list)
-    for rank, region in askers:
-        regions[rank].append(region)
+    """The messages of a round: for each other rank that wants some of the chunk, its bytes of it."""
+    by_rank: dict[int, list[Region]] = defaultdict(list)
+    for rank, region in regions:
+        if rank != ranks.rank:
+            by_rank[rank].append(region)
     messages: dict[tuple[Region, ...], torch.Tensor] = {}  # replicas of a model all want the same
     result = []
-    for rank, asked in regions.items():
+    for rank, asked in by_rank.items():
         sent = [overlap.in_first(data).reshape(-1) for overlap in _sent(chunk, asked)]
         if sent and tuple(asked) not in messages:
             messages[tuple(asked)] = torch.cat(sent).view(torch.uint8).to(ranks.device)
@@ -432,7 +441,7 @@ def _outgoing(
 def _exchange(
     outgoing: list[tuple[int, torch.Tensor]],
     incoming: list[tuple[int, ReadChunk]],
-    targets: dict[tuple[str, str], list[TensorSlice]],
+    targets: dict[Key, list[TensorSlice]],
     ranks: Ranks,
 ) -> None:
     """Exchanges one round of messages and copies what has arrived into the tensors that want it."""

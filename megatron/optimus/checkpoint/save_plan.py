@@ -181,9 +181,8 @@ def _to_json(piece: StoredPiece) -> list[Any]:
 
 
 def _from_json(item: list[Any], file: str = "") -> StoredPiece:
-    name, kind, dtype, shape, start, stop, box = item
-    box = None if box is None else tuple((low, high) for low, high in box)
-    return _piece(name, kind, dtype, Region(tuple(shape), start, stop, box), file)
+    name, kind, dtype, *region = item
+    return _piece(name, kind, dtype, Region.from_json(*region), file)
 
 
 def _read_records(path: Path, count: int) -> list[tuple[str, float]]:

@@ -36,7 +36,7 @@ from megatron.optimus.checkpoint import commit
 from megatron.optimus.checkpoint.errors import CheckpointError, SaveError
 from megatron.optimus.checkpoint.manifest import MANIFEST_NAME, Manifest, StoredPiece
 from megatron.optimus.checkpoint.save_plan import FILES_PER_NODE, SavePlan, make_plan, pieces_of
-from megatron.optimus.checkpoint.slices import TensorSlice
+from megatron.optimus.checkpoint.slices import TensorSlice, tensors_to_copy
 from megatron.optimus.checkpoint.snapshot import Snapshot
 from megatron.optimus.checkpoint.tokenizer_files import FOLDER as TOKENIZER_FOLDER
 from megatron.optimus.checkpoint.untrusted import check_regular
@@ -64,7 +64,6 @@ class Saved:
     path: Path
     kind: str
     step: int
-    num_bytes: int  # of the file that this rank wrote to
     stall_s: float  # in which training stood still on this rank: the host in ``start``, the device before its update
     drain_s: float  # from the start of the save until all ranks knew that it was committed
     hash_wait_s: float  # in which this rank wrote nothing because it was hashing
@@ -136,7 +135,7 @@ class Saver:
         if self._asynchronous:
             snapshot = self._snapshots.setdefault(header.kind, Snapshot(self._device))
             task = "taking host memory for copies of checkpoints (--no-async-save needs none)"
-            self._ranks.run_on_all_ranks(lambda: snapshot.reserve(_memory(slices)), task, CheckpointError)
+            self._ranks.run_on_all_ranks(lambda: snapshot.reserve(tensors_to_copy(slices)), task, CheckpointError)
 
     def start(
         self, slices: Sequence[TensorSlice], header: Manifest, *, retain: int | None, began: float | None = None
@@ -178,7 +177,7 @@ class Saver:
         plan = self._plan(slices, header)
         temporary = self._new_directory(header)
         job = Job(header, plan, [], None, temporary, retain, began)
-        job.local = self._local / temporary.name if self._local is not None else None
+        job.local = self._local_directory(temporary)
         job.phases = self._phases(job)
         _, error = attempt(lambda: self._attach_tensors(job, _with_values(slices)))
         if error is not None:
@@ -196,11 +195,14 @@ class Saver:
         nonce = (self._first_nonce + self._num_saves) % (1 << 62)
         return commit.temporary_path(self._root, header.step, nonce, header.kind)
 
+    def _local_directory(self, temporary: Path) -> Path | None:
+        return None if self._local is None else self._local / temporary.name
+
     def _attach_tensors(self, job: Job, slices: list[TensorSlice]) -> None:
         """Gives the job the tensors to write: a copy to host memory that has been started, or the live ones."""
         if self._asynchronous:
             job.snapshot = self._snapshots.setdefault(job.header.kind, Snapshot(self._device))
-            copies = iter(job.snapshot.take(_memory(slices)))
+            copies = iter(job.snapshot.take(tensors_to_copy(slices)))
             job.slices = [piece.moved(copies) for piece in slices]
         else:
             job.slices = slices
@@ -287,7 +289,6 @@ class Saver:
             path=self._root / name,
             kind=job.header.kind,
             step=job.header.step,
-            num_bytes=job.plan.file.num_bytes,
             stall_s=stall_s,
             drain_s=drain_s,
             hash_wait_s=job.hash_wait_s,
@@ -319,16 +320,21 @@ class Saver:
         job.phase = min(job.phase, 1) if job.local is not None else 0
         self._remove(job, job.local if job.phase == 0 else None)
         job.temporary, job.attempts = self._new_directory(job.header), job.attempts + 1
+        if job.phase == 0:  # not where another rank may still be removing the first attempt
+            job.local = self._local_directory(job.temporary)
         pause = min(FIRST_PAUSE_S * 2 ** (job.attempts - 1), LONGEST_PAUSE_S)
-        self._on_failure(job.header.step, f"{error}; the next attempt is in {pause:g} s, training goes on")
-        if job.phase == 0 and any(later.header.kind == job.header.kind for later in list(self._jobs)[1:]):
-            self._jobs.popleft()  # its copy in host memory belongs to the later save
+        # Its copy in host memory may belong to a later save now.
+        is_lost = job.phase == 0 and any(later.header.kind == job.header.kind for later in list(self._jobs)[1:])
+        outlook = "a later step is saved in its place" if is_lost else f"the next attempt is in {pause:g} s"
+        self._on_failure(job.header.step, f"{error}; {outlook}, training goes on")
+        if is_lost:
+            self._jobs.popleft()
             self._begin(self._jobs[0])
         else:
             self._begin(job, pause)
 
     def _drop_failing(self, header: Manifest) -> None:
-        """Gives up saves that have failed and are tried again, where a newer one takes their place. Collective."""
+        """Gives up a save that has failed and is tried again, and what waits behind it, for a newer one. Collective."""
         if not self._jobs or not self._jobs[0].attempts:
             return
         job = self._jobs[0]
@@ -340,7 +346,9 @@ class Saver:
         job.is_dropped.set()
         self._end_writing(job)
         self._remove(job, job.local)
-        log.warning("step %d could not be saved: step %d is saved in its place", job.header.step, header.step)
+        for dropped in self._jobs:
+            words = dropped.header.step, dropped.header.kind, header.step
+            log.warning("step %d could not be saved (%s checkpoint): step %d is saved now", *words)
         self._jobs.clear()
 
     def _end_writing(self, job: Job) -> None:
@@ -411,19 +419,19 @@ class Saver:
         job.task = Task(after_pause if pause_s else action) if action is not None else None
 
     def _phases(self, job: Job) -> list[Callable[[], None] | None]:
-        is_first = self._ranks.rank == 0
-        local = job.local
+        is_first, local = self._ranks.rank == 0, self._local
         if local is None:
-            return [lambda: write(job, job.temporary), (lambda: self._commit(job)) if is_first else None]
+            return [lambda: write(job, job.first_directory), (lambda: self._commit(job)) if is_first else None]
 
         def end() -> None:
             if is_first:
                 self._commit(job)
             if job.plan.cleans_local_disk:
-                for leftover in list(local.parent.iterdir()):  # also those of killed saves
+                for leftover in list(local.iterdir()):  # also those of killed saves
                     files.delete_tree(leftover)
 
-        return [lambda: write(job, local), lambda: copy(job, local), end]
+        # A later attempt has other directories.
+        return [lambda: write(job, job.first_directory), lambda: copy(job, job.first_directory), end]
 
     def _commit(self, job: Job) -> None:
         """Commits a save whose pieces are all written, on rank 0: manifest, rename, deletion of older checkpoints."""
@@ -471,10 +479,6 @@ def _os_error(error: BaseException | None) -> OSError | None:
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__
     return error
-
-
-def _memory(slices: Sequence[TensorSlice]) -> list[TensorSlice]:
-    return [memory for piece in _with_values(slices) for memory in piece.memory()]
 
 
 def _with_values(slices: Sequence[TensorSlice]) -> list[TensorSlice]:

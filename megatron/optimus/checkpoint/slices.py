@@ -31,8 +31,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from megatron.optimus.checkpoint.errors import CheckpointError
-
-Box = tuple[tuple[int, int], ...]  # [start, stop) in every dimension of the global tensor
+from megatron.optimus.models.partition import Box
 
 _PAIRWISE = 64  # a group this small that no cut divides is compared pair by pair
 _MAX_WORK_PER_BOX = 256
@@ -45,6 +44,11 @@ class Region(NamedTuple):
     start: int
     stop: int
     box: Box | None = None
+
+    @classmethod
+    def from_json(cls, shape: Sequence[int], start: int, stop: int, box: Sequence[Sequence[int]] | None) -> Region:
+        """Makes a region of one's fields as JSON gives them back, with lists for tuples."""
+        return cls(tuple(shape), start, stop, None if box is None else tuple((low, high) for low, high in box))
 
     @property
     def numel(self) -> int:
@@ -169,6 +173,11 @@ class TensorSlice:
                 yield self.encoded.part(start, stop).read()
             else:
                 yield self.tensor[start:stop].to(self.dtype)
+
+
+def tensors_to_copy(slices: Sequence[TensorSlice]) -> list[TensorSlice]:
+    """What a copy of these slices takes, in their order: ``memory`` of each that has elements."""
+    return [memory for piece in slices if piece.start < piece.stop for memory in piece.memory()]
 
 
 # ---- boxes

@@ -86,22 +86,21 @@ class ShardedOptimizer(Protocol):
         """The states with a number for each row or column of a tensor; no masters."""
 
 
-def global_name_shape(name: str, param: torch.Tensor) -> tuple[str, tuple[int, ...]]:
-    """Returns a parameter's name and shape in the whole model.
+def global_shape(param: torch.Tensor) -> tuple[int, ...]:
+    """Returns a parameter's shape in the whole model.
 
     A parameter sharded by experts has ``expert_ids``, and DeepSpeed's ``group_name`` ("ep_size_4") that says over how
     many ranks its dim 0 is spread. One that tensor parallelism has cut has ``global_shape`` and ``global_boxes``: boxes
     of the whole tensor that, flattened one after the other, are its own elements.
     """
-    whole = getattr(param, "global_shape", None)
-    if whole is not None:
-        return name, tuple(whole)
+    if hasattr(param, "global_shape"):
+        return tuple(param.global_shape)
     shape = tuple(param.shape)
     expert_ids = getattr(param, "expert_ids", None)
     if expert_ids is None:
-        return name, shape
+        return shape
     expert_parallel_size = int(param.group_name.rsplit("_", 1)[1])  # type: ignore[attr-defined]
-    return name, (len(expert_ids) * expert_parallel_size, *shape[1:])
+    return len(expert_ids) * expert_parallel_size, *shape[1:]
 
 
 def training_slices(
@@ -210,7 +209,7 @@ def _slices(
     name: str, param: torch.Tensor, start: int, stop: int, tensors: Mapping[str, torch.Tensor | Encoded]
 ) -> list[TensorSlice]:
     """Slices of elements [start, stop) of the flattened local parameter, which ``tensors`` holds of each kind."""
-    name, shape = global_name_shape(name, param)
+    shape = global_shape(param)
     boxes = getattr(param, "global_boxes", None)
     if boxes is not None:
         regions = regions_in_boxes(shape, boxes, start, stop)
@@ -237,7 +236,7 @@ def _matrix_state_slices(matrix: MatrixStateLike) -> list[TensorSlice]:
     if expert_ids is not None:
         each = count // len(expert_ids)  # matrices of an expert
         number = expert_ids[number // each] * each + number % each
-        count = global_name_shape(matrix.name, matrix.param)[1][0] * each
+        count = global_shape(matrix.param)[0] * each
     return [
         TensorSlice(
             matrix.name, kind, (count, *one.shape), number * one.numel(), (number + 1) * one.numel(), one.reshape(-1)

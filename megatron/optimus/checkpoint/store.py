@@ -22,6 +22,7 @@ from megatron.optimus.checkpoint.manifest import (
     MANIFEST_NAME,
     MAX_MANIFEST_BYTES,
     Manifest,
+    TensorEntry,
     parse_manifest,
     read_manifest,
 )
@@ -97,7 +98,7 @@ def _check_directory(path: Path, manifest: Manifest) -> None:
         try:
             check_regular(path / name, size)
         except CheckpointError as error:
-            raise CheckpointError(f"{error}; it holds {reader.contents(manifest, name)}") from error
+            raise CheckpointError(f"{error}; it holds {manifest.contents_of(name)}") from error
 
 
 def latest(root: Path, kind: str = "full") -> Path | None:
@@ -139,9 +140,10 @@ def newest_manifest(root: Path, other: Path | None) -> Manifest | None:
     Returns:
         The manifest; None where there is no checkpoint, or none that can be read.
     """
-    for item in reversed(commit.list_committed(Path(root))):
-        with contextlib.suppress(CheckpointError, OSError):
-            return load_manifest(Path(root) / item.name)
+    with contextlib.suppress(OSError):
+        for item in reversed(commit.list_committed(Path(root))):
+            with contextlib.suppress(CheckpointError, OSError):
+                return load_manifest(Path(root) / item.name)
     with contextlib.suppress(CheckpointError, OSError):
         return None if other is None else load_manifest(resolve(other))
     return None
@@ -251,25 +253,37 @@ def load_newest(
     """
     root = Path(root)
     ranks = ranks or Ranks(None, "cpu")
-    candidates = commit.list_committed(root) if ranks.rank == 0 else []
-    candidates = [item for item in candidates if below is None or item.step < below]
-    if ranks.rank == 0:
-        _warn_of_links(root)
-    [count] = ranks.broadcast([len(candidates)])
-    for index in range(count):
-        step, revision = ranks.broadcast(list(candidates[-1 - index][:2]) if candidates else [0, 0])
-        path = root / commit.Committed(step, revision).name
+    candidates = [item for item in list_together(root, ranks) if below is None or item.step < below]
+    for item in candidates:
+        path = root / item.name
         try:
             return path, load_together(path, requests, cast=cast, ranks=ranks)
         except DamagedError as error:
             if ranks.rank == 0 or error.__cause__ is not None:
                 log.warning("checkpoint %s is damaged, trying the one before: %s", path, error)
-    if count:
+    if candidates:
         raise CheckpointError(
-            f"{root}: none of its {count} checkpoints can be loaded; the log names the damage. To begin again at step "
-            "0 and keep them and the old metrics.jsonl aside, add --from-scratch"
+            f"{root}: none of its {len(candidates)} checkpoints can be loaded; the log names the damage. To begin "
+            "again at step 0 and keep them and the old metrics.jsonl aside, add --from-scratch"
         )
     return None
+
+
+def list_together(root: Path, ranks: Ranks) -> list[commit.Committed]:
+    """Lists the committed full checkpoints of ``root``, newest first, as rank 0 sees them. Collective over ``ranks``.
+
+    Raises CheckpointError on every rank where rank 0 cannot read the folder.
+    """
+
+    def names() -> str:
+        if ranks.rank > 0:
+            return ""
+        _warn_of_links(root)
+        return " ".join(item.name for item in reversed(commit.list_committed(root)))
+
+    text = ranks.run_on_all_ranks(names, f"listing {root}", CheckpointError)
+    found = map(commit.parse_name, ranks.broadcast_bytes(text.encode()).decode().split())
+    return [item for item in found if item is not None]
 
 
 def log_warnings(path: Path, manifest: Manifest) -> None:
@@ -301,9 +315,12 @@ def _manifest_together(path: Path, ranks: Ranks) -> Manifest:
     return parse_manifest(ranks.broadcast_bytes(data), str(path / MANIFEST_NAME))
 
 
+def request_for(entry: TensorEntry) -> TensorSlice:
+    """Makes a request for a whole tensor of a checkpoint, in new host memory."""
+    tensor = torch.empty(entry.numel, dtype=torch_dtype(entry.dtype))
+    return TensorSlice(entry.name, entry.kind, entry.shape, 0, entry.numel, tensor)
+
+
 def everything(manifest: Manifest) -> list[TensorSlice]:
-    """Makes requests for every tensor of a checkpoint, whole, in new host memory. For tools and tests."""
-    return [
-        TensorSlice(e.name, e.kind, e.shape, 0, e.numel, torch.empty(e.numel, dtype=torch_dtype(e.dtype)))
-        for e in manifest.tensors.values()
-    ]
+    """Makes requests for every tensor of a checkpoint, whole. For tools and tests."""
+    return [request_for(entry) for entry in manifest.tensors.values()]

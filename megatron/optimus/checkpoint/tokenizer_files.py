@@ -15,9 +15,9 @@ from typing import Any
 import xxhash
 
 from megatron.optimus.checkpoint.errors import CheckpointError
+from megatron.optimus.checkpoint.untrusted import read_small_file
 from megatron.optimus.config.choices import TokenizerType
 from megatron.optimus.config.tokenizer_files import definition_file
-from megatron.optimus.platform.files import open_regular
 
 HASHES_FIELD = "tokenizer_files"  # of a manifest's metadata: file name -> XXH3-128 of the files of the run's tokenizer
 NAMES = (
@@ -32,7 +32,7 @@ NAMES = (
 )
 IDENTITY_FIELD = "tokenizer"  # of a manifest's metadata: type, vocabulary size and fingerprint of the run's tokenizer
 FOLDER = "tokenizer"  # in a checkpoint: a copy of the run's tokenizer, from which an export is made
-_MAX_BYTES = 1 << 28
+_MAX_BYTES = 1 << 28  # of one file
 
 
 def hash_files(location: str | Path | None) -> dict[str, str]:
@@ -51,7 +51,7 @@ def hash_files(location: str | Path | None) -> dict[str, str]:
     found = {}
     for file in dict.fromkeys([*(folder / name for name in NAMES), *([] if path.is_dir() else [path])]):
         try:
-            found[file.name] = xxhash.xxh3_128_hexdigest(_read_regular(file))
+            found[file.name] = xxhash.xxh3_128_hexdigest(read_small_file(file, _MAX_BYTES))
         except CheckpointError:
             continue
     return found
@@ -110,7 +110,7 @@ class CopyGuard:
         """Reads a file. Raises CheckpointError where it must not be copied, is a link, or is no regular file."""
         root, path = (Path(os.path.abspath(each)) for each in (self.root, file))
         if not path.is_relative_to(root):
-            data = _read_regular(path)
+            data = read_small_file(path, _MAX_BYTES)
             if xxhash.xxh3_128_hexdigest(data) not in self.hashes:
                 raise CheckpointError(
                     f"{file}: lies outside of {self.root}, and is not the file that the checkpoint recorded, so it is "
@@ -126,18 +126,4 @@ class CopyGuard:
             # huggingface_hub keeps a download's content in one folder, to which its snapshots link
             blobs, target = (root.parent.parent / "blobs").resolve(), path.resolve()
             path = target if target.parent == blobs else path
-        return _read_regular(path)
-
-
-def _read_regular(path: Path) -> bytes:
-    """Reads a regular file of bounded size that is no link."""
-    try:
-        descriptor = open_regular(path, os.O_RDONLY)
-    except OSError as error:
-        reason = "a link, and links are not followed; put a copy there" if path.is_symlink() else error.strerror
-        raise CheckpointError(f"{path}: {reason}") from error
-    with open(descriptor, "rb") as stream:
-        data = stream.read(_MAX_BYTES + 1)
-    if len(data) > _MAX_BYTES:
-        raise CheckpointError(f"{path}: has more than {_MAX_BYTES} bytes, the limit for a tokenizer's file")
-    return data
+        return read_small_file(path, _MAX_BYTES)

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import stat
 from pathlib import Path
 from typing import Any
 
 from megatron.optimus.checkpoint.errors import CheckpointError
+from megatron.optimus.platform.files import open_regular
 
 
 def read_small_file(path: Path, limit: int) -> bytes:
     """Reads a regular file of at most ``limit`` bytes. Raises CheckpointError for anything else, links included."""
     check_regular(path)
-    size = path.stat().st_size
-    if size > limit:
-        raise CheckpointError(f"{path}: {size} bytes, limit {limit}")
     try:
-        return path.read_bytes()
+        with open(open_regular(path, os.O_RDONLY), "rb") as file:  # which may be another than the one checked
+            size = os.fstat(file.fileno()).st_size
+            if size > limit:
+                raise CheckpointError(f"{path}: {size} bytes, limit {limit}")
+            return file.read(size)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
 

@@ -12,13 +12,10 @@ from pathlib import Path
 import torch
 import xxhash
 
-from megatron.optimus.checkpoint import commit
 from megatron.optimus.checkpoint.errors import CheckpointError, DamagedError
 from megatron.optimus.checkpoint.manifest import Manifest, StoredPiece, TensorEntry
-from megatron.optimus.checkpoint.reader import ShardFiles, chunks_of, pages
-from megatron.optimus.checkpoint.shards import torch_dtype
-from megatron.optimus.checkpoint.slices import TensorSlice
-from megatron.optimus.checkpoint.store import load, load_manifest
+from megatron.optimus.checkpoint.reader import CHUNK_BYTES, ShardFiles, chunks_of, pages
+from megatron.optimus.checkpoint.store import list_together, load, load_manifest, request_for
 from megatron.optimus.platform.ranks import Ranks
 
 log = logging.getLogger("optimus")
@@ -46,17 +43,14 @@ def verify(path: Path, *, jobs: int = 1) -> Manifest:
 
 def has_good(root: Path, ranks: Ranks) -> bool:
     """Whether ``root`` has a full checkpoint of which every byte is good; the ranks share the reading. Collective."""
-    candidates = commit.list_committed(root) if ranks.rank == 0 else []
-    [count] = ranks.broadcast([len(candidates)])
 
     def check(path: Path) -> None:
         manifest = load_manifest(path)
         if damage := find_damage(path, manifest, part=(ranks.rank, ranks.size)):
             raise DamagedError(damage[0])
 
-    for index in range(count):
-        step, revision = ranks.broadcast(list(candidates[-1 - index][:2]) if candidates else [0, 0])
-        path = root / commit.Committed(step, revision).name
+    for item in list_together(root, ranks):
+        path = root / item.name
         try:
             ranks.run_on_all_ranks(partial(check, path), f"reading {path}", CheckpointError)
         except CheckpointError as error:
@@ -89,9 +83,8 @@ def find_damage(
     def check(piece: StoredPiece) -> str | None:
         digest = xxhash.xxh3_128()
         try:
-            buffer = torch.empty(0, dtype=torch.uint8)
+            buffer = pages(min(CHUNK_BYTES, piece.num_bytes))
             for chunk in chunks_of(piece):
-                buffer = buffer if len(buffer) else pages(chunk.num_bytes)
                 digest.update(files.read(chunk, buffer, is_paged=True).numpy().data)
                 show_progress(chunk.num_bytes)
             files.check(piece, digest.hexdigest())
@@ -186,6 +179,6 @@ def _compare_one(key: tuple[str, str], sides: Sequence[_Side]) -> Difference:
 
 
 def _whole(path: Path, manifest: Manifest, entry: TensorEntry) -> torch.Tensor:
-    tensor = torch.empty(entry.numel, dtype=torch_dtype(entry.dtype))
-    load(path, [TensorSlice(entry.name, entry.kind, entry.shape, 0, entry.numel, tensor)], manifest=manifest)
-    return tensor
+    request = request_for(entry)
+    load(path, [request], manifest=manifest)
+    return request.tensor

@@ -94,9 +94,14 @@ class Job:
     attempts: int = 0  # that have failed
     is_dropped: threading.Event = field(default_factory=threading.Event)  # ends the pause before the next attempt
 
+    @property
+    def first_directory(self) -> Path:
+        """Where this attempt writes first: on the node's own disk if there is one."""
+        return self.local or self.temporary
+
 
 def write(job: Job, directory: Path) -> None:
-    """Writes this rank's pieces into its file in ``directory``, then their hashes and largest values beside it."""
+    """Writes this rank's pieces into its file in ``directory``; notes their hashes and largest values in ``job``."""
     if job.snapshot is not None:
         job.snapshot.wait()
     slices = iter(job.slices)
@@ -111,12 +116,11 @@ def write(job: Job, directory: Path) -> None:
                 yield tensor_bytes(part)
         job.largest.append(float(np.max(largest, initial=0.0)))  # NaN if one is
 
-    _write_own(job, directory, data)
+    job.digests = _write_own(job, directory, data)
 
 
 def copy(job: Job, local: Path) -> None:
     """Copies this rank's pieces from the node's own disk to the directory of all ranks, and checks them on the way."""
-    expected = job.digests
     descriptor = os.open(local / job.plan.file.name, os.O_RDONLY)
 
     def data(piece: StoredPiece, offset: int) -> Iterator[memoryview]:
@@ -124,17 +128,21 @@ def copy(job: Job, local: Path) -> None:
             yield memoryview(os.pread(descriptor, min(BLOCK_BYTES, piece.num_bytes - start), offset + start))
 
     try:
-        _write_own(job, job.temporary, data)
+        digests = _write_own(job, job.temporary, data)
     finally:
         os.close(descriptor)
-    if job.digests != expected:
+    if digests != job.digests:
         raise CheckpointError(f"{local / job.plan.file.name} does not give back what was written to it")
 
 
-def _write_own(job: Job, directory: Path, data: Callable[[StoredPiece, int], Iterator[memoryview]]) -> None:
+def _write_own(job: Job, directory: Path, data: Callable[[StoredPiece, int], Iterator[memoryview]]) -> list[bytes]:
+    """Writes this rank's pieces into its file in ``directory``; returns their hashes.
+
+    In the directory of all ranks it leaves hashes and largest values for rank 0 beside the file.
+    """
     plan = job.plan
     files.make_directory(directory)  # every rank: on a network disk rank 0's may not be visible yet
-    job.digests = []
+    digests: list[bytes] = []
     writer = PieceWriter(directory / plan.file.name)
     try:
         if plan.writes_header:
@@ -145,7 +153,7 @@ def _write_own(job: Job, directory: Path, data: Callable[[StoredPiece, int], Ite
             for block in data(piece, offset):
                 writer.write(block, position)
                 position += len(block)
-            job.digests.append(writer.end_piece())
+            digests.append(writer.end_piece())
         writer.finish()
     except OSError as error:
         if error.filename is not None:
@@ -154,14 +162,14 @@ def _write_own(job: Job, directory: Path, data: Callable[[StoredPiece, int], Ite
     finally:
         writer.close()
     job.hash_wait_s += writer.hash_wait_s
-    if not job.digests or directory != job.temporary:
-        return
-    descriptor = os.open(directory / plan.file.hashes_name, os.O_WRONLY | os.O_CREAT, 0o666)
-    try:
-        found = [digest + PIECE_VALUE.pack(value) for digest, value in zip(job.digests, job.largest, strict=True)]
-        files.write_at(descriptor, memoryview(b"".join(found)), plan.first * RECORD_BYTES)
-    finally:
-        os.close(descriptor)
+    if digests and directory == job.temporary:
+        descriptor = os.open(directory / plan.file.hashes_name, os.O_WRONLY | os.O_CREAT, 0o666)
+        try:
+            found = [digest + PIECE_VALUE.pack(value) for digest, value in zip(digests, job.largest, strict=True)]
+            files.write_at(descriptor, memoryview(b"".join(found)), plan.first * RECORD_BYTES)
+        finally:
+            os.close(descriptor)
+    return digests
 
 
 # ---- files
@@ -295,6 +303,6 @@ class PieceWriter:
         self._hashed_s = 0.0
 
     def close(self) -> None:
-        """Waits for the hashing thread and closes the file."""
+        """Waits for the writing thread and closes the file."""
         self._thread.shutdown(wait=True)
         self._file.close()

@@ -23,6 +23,7 @@ from megatron.optimus.config.choices import Device
 from megatron.optimus.config.schema import ConfigError
 from megatron.optimus.platform import environment, missing_packages
 from megatron.optimus.platform.exchange import RANKS, exchange
+from megatron.optimus.platform.log import first_line
 
 GIB = 1 << 30
 _SOURCE_TREE = Path(__file__).resolve().parents[3]
@@ -327,5 +328,5 @@ def _torch_error() -> str | None:
     try:
         importlib.import_module("torch")
     except Exception as error:  # a library that is missing, or is for another machine
-        return (str(error).strip().splitlines() or [type(error).__name__])[0]
+        return first_line(error)
     return None

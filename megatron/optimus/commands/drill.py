@@ -3,6 +3,7 @@
     optimus drill --out runs/drill                                   every kind of fault once, 4 ranks
     optimus drill --faults kill,stop,flip --count 100 --seed 7 --out runs/drill
     optimus drill --device cuda --ranks 4 --out runs/drill           on four GPUs
+    optimus drill --device cuda --ranks 2 --out runs/drill           on one GPU: faults of agents and coordinators
     optimus drill --seconds 420 --seed 3 --out runs/part-3           a part of a long campaign
     optimus drill --join runs/part-* --out runs/drill                one table of all parts
 
@@ -43,6 +44,7 @@ from megatron.optimus.config.options import did_you_mean
 from megatron.optimus.config.schema import ConfigError, Device
 from megatron.optimus.data.indexed import IndexedDatasetWriter
 from megatron.optimus.platform import environment
+from megatron.optimus.platform.device import device_count
 from megatron.optimus.platform.log import prints_errors
 
 PER_ROUND = 5
@@ -85,12 +87,14 @@ class DrilledRun:
         self, folder: Path, options: argparse.Namespace, data: Path, seed: str, spares: int | None = None
     ) -> None:
         self.folder, self.log, self.hooks = folder, folder / "log", folder / "hooks"
+        self.has_agents = spares is not None
         self.hooks.mkdir(parents=True)
         per_node, self._job = options.ranks, dict[str, str]()
         words = [*_OPTIONS, "--device", options.device.value]
         if spares is not None:
             per_node //= options.nodes
-            self._job = make_job(folder / "job", options.nodes + spares)
+            gpus = 0 if options.device is Device.CPU else per_node
+            self._job = make_job(folder / "job", options.nodes + spares, gpus)
             words += ["--launcher", "mpiexec", "--mpi", "pals", "--nodes", str(options.nodes)]
         words += ["--nproc-per-node", str(per_node)]
         words += [] if options.device is Device.CPU else _ON_DEVICE
@@ -154,17 +158,26 @@ class Drill:
         with IndexedDatasetWriter(str(self.data), np.uint16) as writer:
             for _ in range(400):
                 writer.add_document(rng.integers(0, 256, 500))
-        self.reference = DrilledRun(self.out / "undisturbed", options, self.data, "")
-        self._leave_out_fork_server()
-        code = self._wait_for_end(self.reference)
-        if code:
-            errors = [line for line in self.reference.text(0).splitlines() if "error" in line]
-            told = f"; {errors[0]}" if errors else ""
-            raise ConfigError(f"the undisturbed run ended with exit code {code}; see {self.reference.log}{told}")
+        self.references: dict[bool, DrilledRun] = {}  # undisturbed; True: with agents
+        # NCCL sums in another order over simulated nodes than inside a host; gloo has one order for both.
+        for kind in sorted({one.needs_agents and options.device is not Device.CPU for one in options.faults}):
+            self._run_undisturbed(kind)
 
-    def _leave_out_fork_server(self) -> None:
+    def _run_undisturbed(self, has_agents: bool) -> None:
+        name = "undisturbed-agents" if has_agents else "undisturbed"
+        launch = DrilledRun(self.out / name, self.options, self.data, "", 0 if has_agents else None)
+        self.references[has_agents] = launch
+        if not has_agents:
+            self._leave_out_fork_server(launch)
+        code = self._wait_for_end(launch)
+        if code:
+            errors = [line for line in launch.text(0).splitlines() if "error" in line]
+            told = f"; {errors[0]}" if errors else ""
+            raise ConfigError(f"the undisturbed run ended with exit code {code}; see {launch.log}{told}")
+
+    def _leave_out_fork_server(self, launch: DrilledRun) -> None:
         """Removes the faults that need forked ranks where the launcher does not fork them."""
-        launch, fault = self.reference, FAULTS["fork-server"]
+        fault = FAULTS["fork-server"]
         with suppress(LaunchEnded):
             launch.target.wait(lambda: len(launch.target.ranks()) == self.options.ranks)
         is_forked = launch.target.fork_server() is not None
@@ -322,13 +335,14 @@ class Drill:
 
     def _difference(self, launch: DrilledRun) -> str:
         """The first difference to the undisturbed run, "" where there is none."""
-        for ours, theirs in zip(launch.lines(), self.reference.lines(), strict=False):
+        reference = self.references.get(launch.has_agents) or self.references[False]
+        for ours, theirs in zip(launch.lines(), reference.lines(), strict=False):
             for key in _KEYS:
                 if ours.get(key) != theirs.get(key):
                     return f"step {theirs['step']}: {key} {ours.get(key)} in place of {theirs.get(key)}"
         name = f"checkpoints/step-{self.options.steps:08}"
         try:
-            found = compare(self.reference.folder / name, launch.folder / name)
+            found = compare(reference.folder / name, launch.folder / name)
         except CheckpointError as error:
             return str(error)
         bad = [one for one in found if not one.is_same or one.only_in is not None]
@@ -454,7 +468,7 @@ def _write(options: argparse.Namespace, outcomes: Sequence[Outcome], **numbers: 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser("drill", __doc__ or "")
     parser.add_argument("--faults", metavar="LIST", help=f"commas between: {', '.join(FAULTS)} (default: all)")
-    device = "of the ranks; one each, or the CPU for all [cpu]"
+    device = "of the ranks; one each (in runs with agents two nodes may share GPUs), or the CPU for all [cpu]"
     parser.add_enum("--device", members=(Device.CPU, Device.CUDA, Device.XPU), default=Device.CPU, help=device)
     parser.add_argument("--ranks", type=whole_number(), default=4, metavar="N", help="on this machine [4]")
     parser.add_argument("--nodes", type=whole_number(), default=2, metavar="N", help="simulated nodes they are on [2]")
@@ -470,22 +484,37 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     options.words = list(sys.argv[1:] if argv is None else argv)
     is_cpu = options.device is Device.CPU
     options.steps = options.steps or (_STEPS if is_cpu else _STEPS_ON_DEVICE)
-    possible = [name for name, fault in FAULTS.items() if is_cpu or not (fault.needs_tcp or fault.needs_agents)]
+    if options.ranks < 2 or options.ranks % options.nodes:
+        raise ConfigError(f"--ranks={options.ranks} must be 2 or more and a multiple of --nodes={options.nodes}")
+    problems = {name: "" if is_cpu else _device_problem(fault, options) for name, fault in FAULTS.items()}
+    possible = [name for name, fault in FAULTS.items() if not problems[name] and (is_cpu or not fault.needs_tcp)]
     names = possible if options.faults is None else options.faults.split(",")
+    if not names:
+        raise ConfigError(problems["kill"])
     for name in names:
         if name not in FAULTS:
             raise ConfigError(f"unknown fault {name!r} in --faults; {did_you_mean(name, FAULTS, 'see --help')}")
-        if FAULTS[name].needs_agents and not is_cpu:
-            raise ConfigError(f"--faults={name} needs --device=cpu: ranks of two simulated nodes would share a GPU")
+        if problems[name]:
+            raise ConfigError(f"--faults={name}: {problems[name]}")
     if options.nodes < 2 and options.faults is None:
-        names.remove("two-nodes")
+        names = [name for name in names if name != "two-nodes"]
     if options.nodes < 2 and "two-nodes" in names:
         raise ConfigError("two-nodes needs --nodes=2 or more")
-    if options.ranks < 2 or options.ranks % options.nodes:
-        raise ConfigError(f"--ranks={options.ranks} must be 2 or more and a multiple of --nodes={options.nodes}")
     if options.out.exists() and any(options.out.iterdir()):
         raise ConfigError(f"{options.out} is not empty; name a new folder with --out")
     options.faults = [FAULTS[name] for name in names]
     options.seconds = float("inf") if options.seconds is None else float(options.seconds)
     options.given_out, options.out = options.out, options.out.absolute()
     return options
+
+
+def _device_problem(fault: Fault, options: argparse.Namespace) -> str:
+    """Why a fault cannot be injected on this machine's accelerators, "" where it can: each rank needs one."""
+    kind = options.device.value
+    if fault.needs_agents and options.device is not Device.CUDA:
+        return f"--device={kind} cannot be divided among simulated nodes; use --device=cpu or cuda"
+    seen, needed = device_count(kind), options.ranks // (options.nodes if fault.needs_agents else 1)
+    if needed <= seen:
+        return ""
+    where = "a simulated node" if fault.needs_agents else "this machine"
+    return f"{where} has {needed} ranks, each on a {kind} device of its own, and {seen} are seen; use fewer --ranks"

@@ -127,7 +127,8 @@ def _fork_servers(launcher: int) -> list[int]:
 def ranks_of(launcher: int) -> list[int]:
     """The ranks in order: children of the fork servers, or the launcher's own where they are new interpreters."""
     forked = [rank for server in _fork_servers(launcher) for rank in children(server)]
-    return forked or [pid for pid in children(launcher) if PROGRAM in _words(pid)]
+    starters = (launcher, *agents_of(launcher))
+    return forked or [pid for one in starters for pid in children(one) if PROGRAM in _words(pid)]
 
 
 def _words(pid: int) -> list[str]:
@@ -193,7 +194,7 @@ def _kill_fork_server(target: Target) -> None:
 
 def _kill_agent(target: Target) -> None:
     """SIGKILL for the agent of a node with ranks, which die with it. The victim is the number of the node."""
-    working = [pid for pid in agents_of(target.launcher) if any(children(server) for server in children(pid))]
+    working = [pid for pid in agents_of(target.launcher) if ranks_of(pid)]
     if not working:
         raise LaunchEnded
     agent = target.rng.choice(working)

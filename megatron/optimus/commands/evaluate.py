@@ -13,6 +13,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +69,9 @@ def _prepare(args: argparse.Namespace) -> Callable[[RankEnvironment, Ranks], Non
     if not all(word.isdecimal() and len(word) < 4 for word in shots):
         raise ConfigError(f"--card-shots {args.card_shots!r}: name numbers below 1000 with commas, such as 0,1,5")
     args.card_shots = sorted({int(word) for word in shots})
-    if args.card is not None and not args.card.parent.is_dir():
-        raise ConfigError(f"--card {args.card}: there is no folder {args.card.parent}")
+    for option, path in (("--card", args.card), ("--out", args.out)):
+        if path is not None and not path.parent.is_dir():
+            raise ConfigError(f"{option} {path}: there is no folder {path.parent}")
     found = find_tasks(names, args.include_path, "--tasks", downloads=args.allow_downloads)
     return lambda launch, ranks: _run(args, launch, ranks, found)
 
@@ -93,7 +95,7 @@ def _run(args: argparse.Namespace, launch: RankEnvironment, ranks: Ranks, names:
             "limit": args.limit,
         }
         if cards:
-            content["card"] = [card.to_json() for card in cards]
+            content["card"] = [asdict(card) for card in cards]
         write_atomically(args.out, json.dumps({**content, "results": results}, indent=1) + "\n", sync=False)
     if args.card is not None:
         facts = {"checkpoint": str(args.checkpoint), "evaluated": time.strftime("%Y-%m-%d"), "ranks": str(ranks.size)}
@@ -104,7 +106,8 @@ def _run(args: argparse.Namespace, launch: RankEnvironment, ranks: Ranks, names:
 def _cards(args: argparse.Namespace, model: TextModel, tasks: Any) -> list[TaskCard]:
     """Evaluates in all the ways that the card shows. Collective."""
     return measure(
-        *(model, tasks),
+        model,
+        tasks,
         batch_size=args.batch_size,
         limit=args.limit,
         num_fewshot=args.num_fewshot,

@@ -597,7 +597,6 @@ def graphs_repeat_the_same_work(config: RunConfig, world_size: int) -> str | Non
         "cpu_offloading_num_layers": (parallel.cpu_offloading_num_layers, 0),
         "zero_stage": (optimizer.zero_stage, 1),
         "qk_clip_threshold": (optimizer.qk_clip_threshold, 0),
-        "fp8": (config.training.fp8, Float8.NONE),
         "reset_attention_mask": (config.data.reset_attention_mask, False),
         "log_gradient_noise_scale": (config.logging.log_gradient_noise_scale, False),
     }

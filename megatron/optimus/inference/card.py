@@ -10,7 +10,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from statistics import fmean, stdev
 from typing import Any
 
@@ -65,10 +65,6 @@ class TaskCard:
     by_seed: dict[int, float] = field(default_factory=dict)
     by_instruction: dict[str, float] = field(default_factory=dict)
     by_shots: dict[int, float] = field(default_factory=dict)
-
-    def to_json(self) -> dict[str, Any]:
-        """The fields as plain JSON values."""
-        return asdict(self)
 
 
 def measure(
@@ -138,12 +134,10 @@ def _card(name: str, task: Any, found: dict[str, Any], seconds: float, num_fewsh
     is_fixed = num_fewshot is None or task.get_config("num_fewshot") == 0
     metric = next((key for key in _PREFERRED if key in values), next(iter(values)))
     return TaskCard(
-        *(
-            name,
-            short_name(metric),
-            len({sample["doc_id"] for sample in samples}),
-            own if is_fixed else num_fewshot or 0,
-        ),
+        name=name,
+        metric=short_name(metric),
+        num_items=len({sample["doc_id"] for sample in samples}),
+        num_fewshot=own if is_fixed else num_fewshot or 0,
         scores={short_name(key): (value, _standard_error(key, value, samples)) for key, value in values.items()},
         seconds=seconds,
         num_requests=sum(len(sample["resps"]) for sample in samples),

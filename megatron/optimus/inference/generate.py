@@ -8,6 +8,7 @@ Shapes: B sequences of this rank, S positions.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,10 +21,11 @@ from torch import Tensor
 from megatron.optimus.config.schema import ConfigError
 from megatron.optimus.inference.cache import KVCache
 from megatron.optimus.inference.load import TextModel
-from megatron.optimus.inference.sampling import Sampler, Sampling
+from megatron.optimus.inference.sampling import NOT_FINITE, Sampler, Sampling
 from megatron.optimus.inference.text import TextStream
 from megatron.optimus.platform.mesh import Mesh
 from megatron.optimus.platform.process_groups import all_gather_single
+from megatron.optimus.platform.ranks import REPORTED_BY_ANOTHER_RANK
 
 Show = Callable[[str], None]
 T = TypeVar("T")
@@ -86,6 +88,13 @@ def check_lengths(prompts: Sequence[Sequence[int]], max_positions: int) -> None:
             )
 
 
+def not_finite(loaded: TextModel) -> ConfigError:
+    """Returns the error of logits that are not finite. All ranks raise it alike; rank 0 prints it."""
+    error = ConfigError(NOT_FINITE)
+    setattr(error, REPORTED_BY_ANOTHER_RANK, loaded.mesh.rank > 0)
+    return error
+
+
 @torch.no_grad()  # not inference_mode: a model in training keeps tensors of its forward
 def generate(
     loaded: TextModel,
@@ -112,7 +121,7 @@ def generate(
         Completions in the order of the prompts, a batch at a time.
 
     Raises:
-        ConfigError: a prompt is too long.
+        ConfigError: a prompt is too long, or the model's logits are not finite.
     """
     check_lengths(prompts, loaded.config.max_position_embeddings)
     speed = speed or Speed()
@@ -199,6 +208,8 @@ def _complete(loaded: TextModel, batch: Sequence[Request], sampling: Sampling, s
         tokens_B, logprobs_B = sampler.next(logits_BV)
         chosen_B2 = _same_on_tensor_ranks(torch.stack([tokens_B.double(), logprobs_B.double()], dim=1), mesh)
         for request, (token, logprob) in zip(batch, of_all_ranks(chosen_B2, mesh), strict=False):
+            if not math.isfinite(logprob):
+                raise not_finite(loaded)
             request.add(int(token), logprob)
         tokens_BS = chosen_B2[:, :1].long()
         seconds = time.perf_counter() - began  # the tokens are on the host, so the device is done

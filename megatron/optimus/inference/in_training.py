@@ -20,6 +20,7 @@ from megatron.optimus.config.schema import ConfigError
 from megatron.optimus.context import RunContext
 from megatron.optimus.convert.optimus import GENERATION_FIELD, TOKEN_IDS_FIELD
 from megatron.optimus.data.errors import DataError
+from megatron.optimus.inference.cache import core_attentions
 from megatron.optimus.inference.load import TextModel, end_ids, model_tokenizer, on_all_ranks
 from megatron.optimus.inference.tasks import (
     find_tasks,
@@ -97,23 +98,18 @@ class TasksInTraining:
         layers = model.moe_layers()
         if self._dispatchers is None:
             self._dispatchers = self._build_dispatchers(model)
-        attentions = [block.attention for block in model.layers]
         before = [(layer.dispatcher, layer.router.balancing) for layer in layers]
-        attention_before = [attention.core_attention for attention in attentions]  # type: ignore[union-attr]
         is_training = model.training
         model.eval()
         try:
             for layer, dispatcher in zip(layers, self._dispatchers, strict=True):
                 layer.dispatcher, layer.router.balancing = dispatcher, LoadBalancing.NONE
-            for attention in attentions:  # context parallelism has put another one in
-                attention.core_attention = causal_attention  # type: ignore[union-attr,assignment]
-            with whole_tokens(model):
+            # Context parallelism has put another core attention in.
+            with core_attentions(model, [causal_attention] * len(model.layers)), whole_tokens(model):
                 yield
         finally:
             for layer, (dispatcher, balancing) in zip(layers, before, strict=True):
                 layer.dispatcher, layer.router.balancing = dispatcher, balancing
-            for attention, core_attention in zip(attentions, attention_before, strict=True):
-                attention.core_attention = core_attention  # type: ignore[union-attr,assignment]
             model.train(is_training)
 
     def _build_dispatchers(self, model: Decoder) -> list[TokenDispatcher]:

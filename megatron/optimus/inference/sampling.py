@@ -18,6 +18,8 @@ from torch import Tensor
 from megatron.optimus.config.schema import ConfigError
 from megatron.optimus.platform.seeding import generator_for
 
+NOT_FINITE = "the model's logits are not finite: the checkpoint has NaN or infinite weights"
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -155,9 +157,10 @@ def draw(probabilities_BV: Tensor, uniforms_B: Tensor) -> Tensor:
         uniforms_B: fp32, at least 0 and below 1.
 
     Returns:
-        int64 [B]; never a token of probability 0.
+        int64 [B]; never a token of probability 0. Where a probability is NaN, any token.
     """
     # In float64 u * total stays below the total, so that a token is always found.
     cumulative_BV = probabilities_BV.double().cumsum(dim=-1)
     targets_B1 = (uniforms_B * cumulative_BV[:, -1])[:, None]
-    return torch.searchsorted(cumulative_BV, targets_B1, right=True)[:, 0]
+    # With NaN none is found: a token that does not exist would end a GPU's process where it is looked up.
+    return torch.searchsorted(cumulative_BV, targets_B1, right=True)[:, 0].clamp(max=probabilities_BV.shape[1] - 1)

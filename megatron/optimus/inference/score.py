@@ -5,6 +5,7 @@ Shapes: B sequences of this rank, S positions, D model width, T tokens of a chun
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from megatron.optimus.config.schema import ConfigError
 from megatron.optimus.inference.cache import hidden_states
-from megatron.optimus.inference.generate import of_all_ranks, own_share
+from megatron.optimus.inference.generate import not_finite, of_all_ranks, own_share
 from megatron.optimus.inference.load import TextModel
 from megatron.optimus.layers.loss import CHUNK_ELEMENTS
 from megatron.optimus.layers.rope import rope_table
@@ -40,7 +41,7 @@ def score(loaded: TextModel, texts: Sequence[Sequence[int]], *, batch_size: int 
         Scores in the order of the texts.
 
     Raises:
-        ConfigError: a text is longer than what the model was trained on.
+        ConfigError: a text is longer than what the model was trained on, or the model's logits are not finite.
     """
     most = loaded.config.max_position_embeddings + 1  # nothing follows the last token
     for number, text in enumerate(texts, 1):
@@ -59,6 +60,8 @@ def score(loaded: TextModel, texts: Sequence[Sequence[int]], *, batch_size: int 
         for text, values in zip(batch, of_all_ranks(found_BN, loaded.mesh), strict=False):
             count = len(text) - 1
             logprobs, is_greedy = values[: width - 1], values[width - 1 :]
+            if any(map(math.isnan, logprobs[:count])):  # a task would make an accuracy of them
+                raise not_finite(loaded)
             yield Score(logprobs[:count], [bool(value) for value in is_greedy[:count]])
 
 

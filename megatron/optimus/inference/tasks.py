@@ -24,6 +24,7 @@ from megatron.optimus.config.options import did_you_mean
 from megatron.optimus.config.schema import ConfigError
 from megatron.optimus.inference.load import TextModel
 from megatron.optimus.platform import environment, process_groups
+from megatron.optimus.platform.log import first_line
 from megatron.optimus.platform.memory import is_out_of_memory, needs_memory
 from megatron.optimus.platform.ranks import REPORTED_BY_ANOTHER_RANK
 
@@ -119,11 +120,11 @@ def load_tasks(tasks: TaskNames) -> Any:
             tasks.manager.load([name])
         except Exception as error:  # of the harness, its data sets and its templates
             hint = "; --allow-downloads lets it be loaded" if isinstance(error, ConnectionError) else ""
-            raise ConfigError(f"{tasks.option} {name}: it cannot be loaded: {_first_line(error)}{hint}") from error
+            raise ConfigError(f"{tasks.option} {name}: it cannot be loaded: {first_line(error)}{hint}") from error
     try:
         return tasks.manager.load(tasks.names)
     except ValueError as error:  # a task of two groups
-        raise ConfigError(f"{tasks.option}: {_first_line(error)}") from error
+        raise ConfigError(f"{tasks.option}: {first_line(error)}") from error
 
 
 @needs_memory("an evaluation on tasks")
@@ -162,7 +163,8 @@ def run_tasks(
         _seed()
         try:
             found: dict[str, Any] = evaluate(
-                *(HarnessModel(model, batch_size), tasks),
+                HarnessModel(model, batch_size),
+                tasks,
                 limit=limit,
                 bootstrap_iters=0,
                 log_samples=samples,
@@ -174,7 +176,7 @@ def run_tasks(
             if isinstance(error, RuntimeError) and process_groups.lost_peer_reason(error) is not None:
                 raise
             names = ", ".join(tasks["tasks"])
-            raised = ConfigError(f"the evaluation on {names} failed: {type(error).__name__}: {_first_line(error)}")
+            raised = ConfigError(f"the evaluation on {names} failed: {type(error).__name__}: {first_line(error)}")
             # Every rank asks the same questions and gets the same answers, so all fail alike.
             setattr(raised, REPORTED_BY_ANOTHER_RANK, model.mesh.rank > 0)
             raise raised from error
@@ -228,10 +230,6 @@ def _as_asked(tasks: dict[str, Any], variant: Variant) -> Iterator[None]:
     finally:
         for name, task in tasks.items():
             task.set_config(key="num_fewshot", value=before[name])
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def _is_number(value: object) -> bool:

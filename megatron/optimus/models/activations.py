@@ -93,17 +93,17 @@ def layer_parts(
 def _norm(name: str, rank: RankPlan, kernels: Kernels, *, recomputes: bool) -> PartMemory:
     """A norm keeps its input, the residual; its output, which the part behind keeps; and torch's its statistics."""
     tokens, width, stream = rank.sequence_parallel_tokens, rank.model.hidden_size, rank.residual_bytes
-    if rank.model.normalization is Normalization.LAYERNORM_NONPARAMETRIC and kernels.fused_elementwise:
-        part = PartMemory(name, 2 * stream + 2 * FP32 * tokens, stream, 2 * stream)
-        return part.recomputed(2 * stream) if recomputes else part
-    if rank.model.normalization is Normalization.LAYERNORM_NONPARAMETRIC:
+    is_parametric = rank.model.normalization is not Normalization.LAYERNORM_NONPARAMETRIC
+    if is_parametric and width <= kernels.norm_width:
+        statistics = 0
+    elif is_parametric:
+        statistics = FP32 * tokens + (0 if kernels.fused_norm else stream)
+    else:
+        statistics = 2 * FP32 * tokens
+    part = PartMemory(name, 2 * stream + statistics, stream, 2 * stream)
+    if not (is_parametric or kernels.fused_elementwise):  # on an fp32 copy of the input
         wide = tokens * width * FP32
-        part = PartMemory(name, wide + 2 * FP32 * tokens + stream, wide, 3 * wide)
-        return part.recomputed(2 * stream) if recomputes else part
-    further = FP32 * tokens + (0 if kernels.fused_norm else stream)
-    if width <= kernels.norm_width:
-        further = 0
-    part = PartMemory(name, 2 * stream + further, stream, 2 * stream)
+        part = PartMemory(name, wide + stream + statistics, wide, 3 * wide)
     return part.recomputed(2 * stream) if recomputes else part
 
 
@@ -116,24 +116,30 @@ def norm_rotates(rank: RankPlan, kernels: Kernels) -> bool:
     return model.qk_layernorm and model.clip_qkv is None and is_whole and width <= kernels.norm_width
 
 
+def _qk_norm_kept(rank: RankPlan, kernels: Kernels, recompute: frozenset[Recompute]) -> int:
+    """Bytes that the norms of queries and keys keep: what they read, and beside it statistics or their results."""
+    model, tp, tokens = rank.model, rank.layout.tp, rank.tokens
+    if not model.qk_layernorm:
+        return 0
+    read = (rank.queries + rank.keys) * rank.element_bytes
+    per_head = model.qk_layernorm_scope is QKNormScope.HEAD
+    heads = tokens * model.num_attention_heads // tp + tokens * model.num_kv_heads // tp
+    statistics = (heads if per_head else 2 * tokens) * FP32
+    if Recompute.NORM in recompute and Recompute.ATTENTION not in recompute:
+        return read
+    if not per_head and tp > 1:  # TensorParallelRMSNorm: fp32 before and after
+        return (rank.queries + rank.keys) * 2 * FP32 + statistics
+    if norm_rotates(rank, kernels):
+        return read
+    return read + statistics + (0 if kernels.fused_norm else read)
+
+
 def _attention(rank: RankPlan, kernels: Kernels, recompute: frozenset[Recompute]) -> PartMemory:
+    """Projections, norms of queries and keys, RoPE, attention over this rank's heads, and the output projection."""
     model, layout, element, tokens = rank.model, rank.layout, rank.element_bytes, rank.tokens
     queries, keys = rank.queries, rank.keys
     head_tokens = tokens * model.num_attention_heads // layout.tp
-    normed = queries + keys
-    norm = 0
-    if model.qk_layernorm:
-        per_head = model.qk_layernorm_scope is QKNormScope.HEAD
-        statistics = (head_tokens + tokens * model.num_kv_heads // layout.tp if per_head else 2 * tokens) * FP32
-        norm = normed * element + statistics
-        if not per_head and layout.tp > 1:  # TensorParallelRMSNorm: fp32 before and after
-            norm = normed * 2 * FP32 + statistics
-        elif norm_rotates(rank, kernels):
-            norm = normed * element
-        elif not kernels.fused_norm:
-            norm += normed * element
-        if Recompute.NORM in recompute and Recompute.ATTENTION not in recompute:
-            norm = normed * element
+    norm = _qk_norm_kept(rank, kernels, recompute)
     if model.clip_qkv is not None:
         norm += (queries + 2 * keys) * element
     core = head_tokens * FP32 + (queries + 2 * keys + queries) * element

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from megatron.optimus.config.costs import FP32, LayerCost, OperationCounts, head_cost
+from megatron.optimus.config.costs import FP32, OperationCounts, head_cost
 from megatron.optimus.config.family import layer_parameters
 from megatron.optimus.config.rank_plan import RankPlan
 from megatron.optimus.config.schema import ContextCommunication, Normalization, Recompute
@@ -51,14 +51,15 @@ RING_STEP, RING_ONCE = (28, 18), (32, 32)
 SCORE_PRODUCTS, SCORE_BYTES = 7, 128
 
 
-def passes(kernels: Kernels) -> BytesPerElement:
+def bytes_per_element(kernels: Kernels) -> BytesPerElement:
     """Bytes an element that the operations between products move with these kernels."""
     return FUSED if kernels.fused_elementwise else PLAIN
 
 
-def cost_of_layer(rank: RankPlan, *, is_moe: bool) -> LayerCost:
-    """Multiply-adds of a token in a layer at the run's sequence length."""
-    return rank.layer_costs[is_moe]
+def norm_bytes(rank: RankPlan, kernels: Kernels) -> float:
+    """Bytes an element that a norm of the residual stream moves, in bf16."""
+    is_parametric = rank.model.normalization is not Normalization.LAYERNORM_NONPARAMETRIC
+    return FUSED_NORM if is_parametric else bytes_per_element(kernels).nonparametric
 
 
 def layer_work(
@@ -67,15 +68,14 @@ def layer_work(
     """Counts forward and backward of one layer for one micro-batch."""
     model, tp, tokens, outside = rank.model, rank.layout.tp, rank.tokens, rank.sequence_parallel_tokens
     width, scale = model.hidden_size, rank.element_bytes / 2
-    norm = passes(kernels).nonparametric if model.normalization is Normalization.LAYERNORM_NONPARAMETRIC else FUSED_NORM
-    norms = OperationCounts(memory_bytes=2 * norm * scale * outside * width)
+    norms = OperationCounts(memory_bytes=2 * norm_bytes(rank, kernels) * scale * outside * width)
     residuals = OperationCounts(memory_bytes=2 * RESIDUAL * scale * outside * width)
     inner = rank.queries + rank.keys
     qk_norm = OperationCounts(memory_bytes=FUSED_NORM * scale * inner if model.qk_layernorm else 0.0)
-    rope = 0.0 if norm_rotates(rank, kernels) else passes(kernels).rope
+    rope = 0.0 if norm_rotates(rank, kernels) else bytes_per_element(kernels).rope
     is_ring = rank.layout.cp > 1 and rank.config.parallel.cp_comm_type is ContextCommunication.P2P
     core = _plain_ring(rank) if is_ring and kernels.ring_workspace else None
-    cost = cost_of_layer(rank, is_moe=is_moe)
+    cost = rank.layer_costs[is_moe]
     core = core or OperationCounts(attention=TRAINING * tokens * cost.attention / tp)
     attention = core + OperationCounts(
         gemm_flops=TRAINING * tokens * cost.projections / tp,
@@ -126,8 +126,8 @@ def _mlp_work(rank: RankPlan, kernels: Kernels, *, is_moe: bool) -> OperationCou
     """The MLP of a dense layer, or of shared experts."""
     model, tokens = rank.model, rank.tokens / rank.layout.tp
     inner = model.moe_shared_expert_intermediate_size if is_moe else model.ffn_hidden_size
-    traffic = passes(kernels).gated * rank.element_bytes / 2 * tokens * inner
-    return OperationCounts(gemm_flops=TRAINING * tokens * cost_of_layer(rank, is_moe=is_moe).mlp, memory_bytes=traffic)
+    traffic = bytes_per_element(kernels).gated * rank.element_bytes / 2 * tokens * inner
+    return OperationCounts(gemm_flops=TRAINING * tokens * rank.layer_costs[is_moe].mlp, memory_bytes=traffic)
 
 
 def shared_work(rank: RankPlan, kernels: Kernels = CUDA) -> OperationCounts:
@@ -141,9 +141,7 @@ def shared_work(rank: RankPlan, kernels: Kernels = CUDA) -> OperationCounts:
 
 def last_product_work(rank: RankPlan) -> OperationCounts:
     """Counts the last product of a layer's experts' backward, beside which their gradients travel."""
-    return OperationCounts(
-        experts=TRAINING * rank.sequence_parallel_tokens * cost_of_layer(rank, is_moe=True).experts * 2 / 9
-    )
+    return OperationCounts(experts=TRAINING * rank.sequence_parallel_tokens * rank.layer_costs[True].experts * 2 / 9)
 
 
 def router_work(rank: RankPlan, kernels: Kernels = CUDA) -> OperationCounts:
@@ -191,8 +189,8 @@ def head_work(rank: RankPlan, kernels: Kernels = CUDA) -> OperationCounts:
     """Counts final norm, output projection and loss for one micro-batch."""
     model, tp, tokens = rank.model, rank.layout.tp, rank.tokens
     vocabulary = model.vocab_size / tp
-    norm = passes(kernels).nonparametric if model.normalization is Normalization.LAYERNORM_NONPARAMETRIC else FUSED_NORM
     chunks = max(1.0, tokens * vocabulary / loss_chunk(rank, kernels))
-    traffic = passes(kernels).loss * vocabulary * tokens + chunks * (2 * FP32 + 2) * vocabulary * model.hidden_size
-    traffic += norm * tokens * model.hidden_size
+    logits = bytes_per_element(kernels).loss * vocabulary * tokens
+    weight = chunks * (2 * FP32 + 2) * vocabulary * model.hidden_size
+    traffic = logits + weight + norm_bytes(rank, kernels) * tokens * model.hidden_size
     return OperationCounts(gemm_flops=TRAINING * tokens * head_cost(model) / tp, memory_bytes=traffic, layers=1.0)

@@ -10,6 +10,7 @@
 | ``rms_norm``, ``add_rms_norm`` | RMSNorm; x + y and its norm |
 | ``norm_rotate`` | RMSNorm of queries and keys, with the rotary embedding |
 | ``linears`` | products of one input with several weights |
+| ``largest_logits`` | the largest attention logit of each head |
 | ``rotate``, ``silu_mul`` | rotary embedding; SwiGLU of a dense MLP |
 | ``log_sum_exp``, ``cross_entropy_gradient_`` | the two passes of cross-entropy over the logits |
 
@@ -18,6 +19,7 @@ operation in plain PyTorch, and its legend says what the letters in shapes mean.
 weight gradients to the optimizer's buffers.
 """
 
+from megatron.optimus.ops.attention_logits import largest_logits
 from megatron.optimus.ops.backend import Backend, BackendUnavailableError, get_backend, resolve, set_backend
 from megatron.optimus.ops.elementwise import (
     cross_entropy_gradient_,
@@ -48,6 +50,7 @@ __all__ = [
     "expert_counts",
     "get_backend",
     "keeps_16_bits",
+    "largest_logits",
     "linears",
     "log_sum_exp",
     "main_grad_of",

@@ -51,11 +51,11 @@ _kept: dict[tuple[int, ...], Any] | None = None  # quantized weights, by the add
 def constant_weights() -> Iterator[None]:
     """Inside, weights do not change, and each is quantized once, for all micro-batches. It costs a byte a parameter."""
     global _kept  # noqa: PLW0603  one step runs at a time
-    _kept = {}
+    before, _kept = _kept, {}
     try:
         yield
     finally:
-        _kept = None
+        _kept = before
 
 
 def kept(weights: Sequence[Tensor], make: Callable[[], _Made]) -> _Made:
@@ -66,6 +66,17 @@ def kept(weights: Sequence[Tensor], make: Callable[[], _Made]) -> _Made:
     if key not in _kept:
         _kept[key] = make()
     return _kept[key]
+
+
+def kept_so_far() -> dict[tuple[int, ...], Any]:
+    """Returns what this step has kept until now, for ``keep``; nothing outside of ``constant_weights``."""
+    return dict(_kept or {})
+
+
+def keep(made: dict[tuple[int, ...], Any]) -> None:
+    """Keeps, for the rest of this step, what a replayed graph has just written again."""
+    if _kept is not None:
+        _kept.update(made)
 
 
 def check_device(device: torch.device, params_dtype: torch.dtype) -> None:

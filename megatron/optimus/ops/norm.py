@@ -174,7 +174,12 @@ class _NormRotate(torch.autograd.Function):
     def forward(ctx: Any, x_BSHd: Tensor, weight_W: Tensor, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
         from megatron.optimus.ops.triton import norm
 
-        x_BSHd, cos, sin = x_BSHd.contiguous(), cos.contiguous(), sin.contiguous()
+        batch_stride, row_stride, *inner_strides = x_BSHd.stride()
+        _, length, _, width = x_BSHd.shape
+        # Gaps between rows may be: float8 projections leave queries, keys and values side by side.
+        if inner_strides != [width, 1] or batch_stride != length * row_stride:
+            x_BSHd = x_BSHd.contiguous()
+        cos, sin = cos.contiguous(), sin.contiguous()
         ctx.save_for_backward(x_BSHd, weight_W, cos, sin)
         ctx.eps = eps
         return norm.norm_rotate(x_BSHd, weight_W, eps, cos, sin).transpose(1, 2)

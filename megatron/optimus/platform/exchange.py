@@ -14,6 +14,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from megatron.optimus.platform import environment
+from megatron.optimus.platform.log import first_line
 
 if TYPE_CHECKING:
     import torch
@@ -137,5 +138,5 @@ if __name__ == "__main__":
     try:
         outcome = _rank(sys.argv[1], sys.argv[2], float(sys.argv[3]))
     except Exception as failure:
-        sys.exit((str(failure).strip().splitlines() or [type(failure).__name__])[0])
+        sys.exit(first_line(failure))
     sys.stdout.write(json.dumps(outcome) + "\n")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megatron.optimus.config.schema import ConfigError
+from megatron.optimus.platform.log import first_line
 
 _HUB_NAME = re.compile(r"hf:/{1,2}([^/@]+/[^/@]+)(?:@(.+))?")  # pathlib makes one slash of two
 # What is read of a model: no code, no pickles.
@@ -67,7 +68,7 @@ def push_address(name: str) -> str:
     try:
         hub.utils.validate_repo_id(name)
     except hub.errors.HFValidationError as error:
-        raise ConfigError(f"--push {name}: {str(error).splitlines()[0]}") from error
+        raise ConfigError(f"--push {name}: {first_line(error)}") from error
     if "/" not in name:
         raise ConfigError(f"--push {name}: name a model as OWNER/NAME")
     return f"{hub.constants.ENDPOINT}/{name}"

@@ -26,6 +26,11 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"
 
 
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an error's message; the name of its class where it has none."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 # Control characters but tab and line feed, directions of writing, separators of lines, and bytes that are not UTF-8.
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 

@@ -33,6 +33,8 @@ from typing import Any
 
 import xxhash
 
+from megatron.optimus.platform import files
+
 GENERATIONS = 2
 DATA_START = 4096
 _HEAD = struct.Struct("<8sqqq16s")
@@ -83,7 +85,7 @@ class MemorySlot:
     def commit(self, step: int, num_bytes: int, index: dict[str, Any]) -> None:
         """Marks the file as complete. Call after ``num_bytes`` of data have been written."""
         text = json.dumps(index).encode()
-        os.pwrite(self._descriptor, text, DATA_START + num_bytes)
+        files.write_at(self._descriptor, memoryview(text), DATA_START + num_bytes)
         head = _HEAD.pack(_MAGIC, step, num_bytes, len(text), xxhash.xxh3_128_digest(text))
         os.pwrite(self._descriptor, head, 0)
 

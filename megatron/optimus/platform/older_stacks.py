@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron.optimus.platform.log import first_line
+
 IPEX, CCL, APEX = "intel_extension_for_pytorch", "oneccl_bindings_for_pytorch", "apex"
 _DISTRIBUTIONS = {IPEX: ("intel-extension-for-pytorch",), CCL: ("oneccl-bind-pt", "oneccl-bindings-for-pytorch")}
 
@@ -58,7 +60,7 @@ def load_ipex() -> str | None:
         try:
             importlib.import_module(IPEX)
         except (Exception, SystemExit) as failure:  # it raises whatever its libraries do, or ends the process
-            error = f"it cannot be imported ({_first_line(failure)})"
+            error = f"it cannot be imported ({first_line(failure)[:200]})"
     name = f"intel-extension-for-pytorch {found}"
     return f"{name} (its kernels of cpu and xpu)" if error is None else f"{name} not used: {error}"
 
@@ -72,7 +74,7 @@ def ccl_error() -> str | None:
     try:
         importlib.import_module(CCL)
     except (Exception, SystemExit) as failure:
-        return f"{CCL} cannot be imported ({_first_line(failure)})"
+        return f"{CCL} cannot be imported ({first_line(failure)[:200]})"
     return None if "ccl" in dist.Backend.backend_list else f"{CCL} {version(CCL)} does not register a backend ccl"
 
 
@@ -84,8 +86,4 @@ def apex_class(module: str, name: str) -> Any:
     try:
         return getattr(importlib.import_module(f"{APEX}.{module}"), name)
     except (Exception, SystemExit) as failure:
-        raise ImportError(f"apex {found} has no {module}.{name} ({_first_line(failure)})") from failure
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        raise ImportError(f"apex {found} has no {module}.{name} ({first_line(failure)[:200]})") from failure

@@ -14,6 +14,7 @@ from megatron.optimus.config.schema import ConfigError, DistributedBackend
 from megatron.optimus.platform import rendezvous
 from megatron.optimus.platform.device import backend_for
 from megatron.optimus.platform.environment import RankEnvironment
+from megatron.optimus.platform.log import first_line
 
 logger = logging.getLogger("optimus")
 
@@ -62,7 +63,7 @@ def init(launch: RankEnvironment, device: torch.device, backend: DistributedBack
         place = f"{launch.master_addr}:{launch.master_port}"
         raise RendezvousError(
             f"rank {launch.rank} of {launch.world_size} ({launch.launcher.value}) could not meet the others at "
-            f"{place} within {timeout.total_seconds():.0f} s: {str(error).splitlines()[0]}. Check that all ranks were "
+            f"{place} within {timeout.total_seconds():.0f} s: {first_line(error)}. Check that all ranks were "
             "started, that MASTER_ADDR is rank 0's host, and that MASTER_PORT is free there (set another one)"
         ) from error
 

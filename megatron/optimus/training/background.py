@@ -7,6 +7,8 @@ import queue
 import threading
 from collections.abc import Callable
 
+from megatron.optimus.platform.log import first_line
+
 logger = logging.getLogger("optimus")
 
 _MOST_WAITING = 10_000  # steps of a service that is out of reach; a step holds a few kilobytes
@@ -58,6 +60,5 @@ class Background:
                 work()
             except Exception as error:  # of a service, whatever it is
                 if not self._has_failed:
-                    reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-                    logger.error("%s: %s; training goes on", self._name, reason)
+                    logger.error("%s: %s; training goes on", self._name, first_line(error))
                 self._has_failed = True

@@ -477,8 +477,8 @@ class Checkpoints:
         """Loads the newest memory checkpoint, where it is not older than the newest on disk."""
         if self._memory is None:
             return None
-        committed = commit.list_committed(self._root) if self._mesh.rank == 0 else []
-        [newest] = self._ranks.broadcast([committed[-1].step if committed else 0])
+        committed = store.list_together(self._root, self._ranks)
+        newest = committed[0].step if committed else 0
         manifest = self._memory.restore(self._memory_slices(), newest, self._write_out)
         if manifest is not None:
             with self._ranks.failing_alike():
@@ -585,7 +585,7 @@ def fetch_from_mirror(config: RunConfig, ranks: Ranks) -> None:
     Raises CheckpointError on every rank where a URL cannot be read, or ``load`` has no whole checkpoint.
     """
     options, root = config.checkpoint, config.checkpoint_folder
-    has_own = ranks.broadcast([int(bool(commit.list_committed(root)))])[0]
+    has_own = bool(store.list_together(root, ranks))
     if not has_own and options.checkpoint_mirror is not None and not options.from_scratch:
         has_own = fetch_newest(options.checkpoint_mirror, root, ranks) is not None
     if options.load is None or not is_url(options.load):
@@ -594,7 +594,7 @@ def fetch_from_mirror(config: RunConfig, ranks: Ranks) -> None:
     options.load = str(folder)
     if not has_own:
         fetch_newest(url, folder, ranks)
-        if not ranks.broadcast([len(commit.list_committed(folder))])[0]:
+        if not store.list_together(folder, ranks):
             with ranks.failing_alike():
                 raise CheckpointError(f"load={url}: has no whole checkpoint; name the URL that was a checkpoint_mirror")
 

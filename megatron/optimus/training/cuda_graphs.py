@@ -5,7 +5,8 @@ own, recorded in the third step of its kind and replayed from then on with other
 are those that the engine launches, so losses and weights have the same bits. No hook runs in a replay:
 ``EPZeroOptimizer.replay_backward`` counts the gradients, and recorded metrics are recorded again. Gradients are
 reduced in hooks, so with several data-parallel ranks the last micro-batch of a step goes through the engine. The
-optimizer's step is not part of a graph.
+optimizer's step is not part of a graph. The graph of a step's first micro-batch quantizes the weights of float8
+products, the others read what it wrote.
 
 A replay waits for all of the last update; the engine's forward waits layer by layer.
 """
@@ -22,6 +23,7 @@ from torch import Tensor
 from megatron.optimus.config.schema import ConfigError
 from megatron.optimus.context import RunContext
 from megatron.optimus.data.loader import Batch
+from megatron.optimus.ops import fp8
 from megatron.optimus.platform import device as devices
 from megatron.optimus.platform import metrics
 from megatron.optimus.platform.ranks import Ranks
@@ -42,6 +44,7 @@ class _RecordedMicroBatch(NamedTuple):
     loss_sum: Tensor  # fp32 scalar in nats
     metrics: list[tuple[str, Tensor, metrics.Reduce, float]]  # of ``Recorder.recorded``
     gradients: Any  # of ``EPZeroOptimizer.held_gradients``
+    quantized: Any  # of ``fp8.kept_so_far``
 
 
 def graphs_of(run: RunContext, engine: Engine) -> MicroBatchGraphs | None:
@@ -67,6 +70,7 @@ class MicroBatchGraphs:
         self._setting: Any = None  # what recorded kernels have as constants
         self._steps = 0  # that have begun with this setting
         self._recordings: dict[bool, _RecordedMicroBatch] = {}  # True: of a step's first micro-batch
+        self._replays_step = False  # the first micro-batch of this step was replayed
         self._num_hooks = self._count_hooks()  # of the model itself
         self._inputs: list[Any] = []  # tokens, labels, positions, mean labels: the memory from which graphs read
 
@@ -91,7 +95,10 @@ class MicroBatchGraphs:
         if setting != self._setting:
             self._setting, self._steps, self._recordings, self._inputs = setting, 0, {}, []
         self._steps += is_first
-        if self._steps <= WARM_UP or self._must_not_replay(batch):
+        must_not_replay = self._steps <= WARM_UP or self._must_not_replay(batch)
+        if is_first:
+            self._replays_step = not must_not_replay
+        if must_not_replay or not self._replays_step:
             return through_engine(batch, mean_labels)
         self._copy_inputs(batch, mean_labels)
         if (recording := self._recordings.get(is_first)) is None:
@@ -99,6 +106,7 @@ class MicroBatchGraphs:
             recording.graph.replay()
         else:
             self._engine.optimizer.replay_backward(recording.graph.replay, recording.gradients)
+            fp8.keep(recording.quantized)  # for a last micro-batch that goes through the engine
         for name, value, reduce, weight in recording.metrics:
             metrics.record(name, value, reduce=reduce, weight=weight)
         return recording.loss_sum.clone()
@@ -143,4 +151,4 @@ class MicroBatchGraphs:
             raise TrainingError(f"cuda_graphs=True: a micro-batch cannot be recorded ({line}); leave it out") from error
         kind = "first micro-batch" if is_first else "later micro-batches"
         logger.info("cuda_graphs: the %s of a step from now on as one graph", kind)
-        return _RecordedMicroBatch(graph, loss_sum, recorded, optimizer.held_gradients())
+        return _RecordedMicroBatch(graph, loss_sum, recorded, optimizer.held_gradients(), fp8.kept_so_far())

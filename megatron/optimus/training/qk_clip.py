@@ -6,15 +6,13 @@ update, so that the same tokens would give T. Key heads that several query heads
 factor, and each query head what is left of its own: heads below the threshold compute what they did before.
 
 The kernels of attention do not give their largest score, and the log-sum-exp that some give is above it by up to the
-logarithm of the number of keys. So it is computed: a second product of queries and keys, a bounded number of scores at
-a time, in the dtype of the queries, in the steps that ``qk_clip_interval`` chooses.
+logarithm of the number of keys. So it is computed: a second product of queries and keys (ops/attention_logits.py), in
+the steps that ``qk_clip_interval`` chooses.
 
 Shapes: B sequences, Q queries of this rank, K keys, H query heads and G key heads of this rank, L layers, d head width.
 """
 
 from __future__ import annotations
-
-import math
 
 import torch
 import torch.distributed as dist
@@ -24,51 +22,11 @@ from megatron.optimus.context import RunContext
 from megatron.optimus.layers.attention import Attention, CoreAttention
 from megatron.optimus.layers.documents import Documents
 from megatron.optimus.models.decoder import Decoder
+from megatron.optimus.ops import largest_logits
 from megatron.optimus.parallel.context import own_positions
 from megatron.optimus.platform.collectives import all_gather_without_grad, is_replaying
 from megatron.optimus.platform.metrics import Recorder
 from megatron.optimus.training.engine import Engine
-
-MAX_SCORES = 2**24  # held at once
-
-
-def largest_logits(
-    q_BHQd: Tensor,
-    k_BGKd: Tensor,
-    positions_Q: Tensor,
-    positions_K: Tensor,
-    documents_BQ: Tensor | None = None,
-    documents_BK: Tensor | None = None,
-) -> Tensor:
-    """Computes the largest logit of each query head over the keys that its queries see.
-
-    Args:
-        q_BHQd: queries, after RoPE.
-        k_BGKd: keys; each of the G heads serves H / G query heads.
-        positions_Q: int64 positions of the queries; each sees the keys up to its own.
-        positions_K: those of the keys; the same object where keys are those of the queries, in order.
-        documents_BQ: numbers of the documents; where given, a query sees its own document only.
-        documents_BK: those of the keys.
-
-    Returns:
-        fp32 [H], -inf without queries.
-    """
-    batch, heads, queries, width = q_BHQd.shape
-    groups, keys = k_BGKd.shape[1:3]
-    rows = max(1, MAX_SCORES // (batch * heads * keys))
-    largest_H = torch.full((heads,), -math.inf, device=q_BHQd.device)
-    for start in range(0, queries, rows):
-        part = slice(start, start + rows)
-        seen_keys = slice(0, start + rows if positions_K is positions_Q else keys)
-        q = q_BHQd[:, :, part].unflatten(1, (groups, -1)).flatten(2, 3)
-        scores_BHqK = (q @ k_BGKd[:, :, seen_keys].mT).view(batch, heads, -1, k_BGKd[:, :, seen_keys].shape[2])
-        hidden = positions_K[seen_keys] > positions_Q[part, None]
-        if documents_BQ is not None and documents_BK is not None:
-            hidden = hidden | (documents_BK[:, None, seen_keys] != documents_BQ[:, part, None])
-            hidden = hidden[:, None]
-        scores_BHqK.masked_fill_(hidden, -math.inf)
-        largest_H = torch.maximum(largest_H, scores_BHqK.amax(dim=(0, 2, 3)))
-    return largest_H / math.sqrt(width)
 
 
 class _MeasuredAttention:
@@ -108,7 +66,7 @@ class QKClip:
     def begin_step(self, step: int) -> None:
         """Prepares for the passes of a step, numbered from 0."""
         self.is_measuring = step % self.options.qk_clip_interval == 0
-        self.largest_LH.fill_(-math.inf)
+        self.largest_LH.fill_(-torch.inf)
 
     @torch.no_grad()
     def measure(self, layer: int, q_BHSd: Tensor, k_BGSd: Tensor, documents: Documents | None) -> None:

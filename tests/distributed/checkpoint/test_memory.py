@@ -162,11 +162,15 @@ def two_nodes(rank: int, world: int, root: Path) -> dict[str, Any]:
     ranks.first_failure(None)
     found["node lost"] = restore(rank, world, root, 2)
     found["and again, from its own memory"] = restore(rank, world, root, 2)
-    save(rank, world, root, 2, 2)
+    save(rank, world, root, 2, 3)
     if rank == 0:
-        damage(root, 2, 3, 2)
+        damage(root, 2, 3, 3)
     ranks.first_failure(None)
     found["own is damaged, the buddy's is good"] = restore(rank, world, root, 2)
+    if rank == 0:
+        lose_node(root, 0)
+    ranks.first_failure(None)
+    found["then the buddy's is lost"] = restore(rank, world, root, 2)
     save(rank, world, root, 2, 2)
     if rank == 0:
         lose_node(root, 1)
@@ -188,6 +192,18 @@ def two_nodes(rank: int, world: int, root: Path) -> dict[str, Any]:
         lose_node(root, 1)
     ranks.first_failure(None)
     found["both nodes lost"] = restore(rank, world, root, 2)
+    save(rank, world, root, 2, 3)
+    if rank == 0:
+        lose_node(root, 1)
+    ranks.first_failure(None)
+    own = opened(root, rank, world, 2)
+    if rank == 2:
+        own._own[0].data = failing_disk  # type: ignore[method-assign]
+    state = slices_of(rank, world, -7)
+    untouched = own.restore(state, 0) is None and all(
+        torch.equal(a.tensor, b.tensor) for a, b in zip(state, slices_of(rank, world, -7), strict=True)
+    )
+    found["a new node has no room"] = (None, untouched)
     return found
 
 
@@ -196,10 +212,12 @@ def test_a_lost_node_gets_its_state_from_the_buddy(tmp_path: Path) -> None:
         assert found == {
             "node lost": (3, True),
             "and again, from its own memory": (3, True),
-            "own is damaged, the buddy's is good": (2, True),
+            "own is damaged, the buddy's is good": (3, True),
+            "then the buddy's is lost": (3, True),
             "the buddy's is damaged": (1, True),
             "a rank cannot write": (2, True),
             "both nodes lost": (None, True),
+            "a new node has no room": (None, True),
         }
 
 

@@ -26,6 +26,7 @@ from megatron.optimus.checkpoint import (
     writer,
 )
 from megatron.optimus.checkpoint.snapshot import Snapshot, coalesce
+from megatron.optimus.checkpoint.verify import has_good
 from megatron.optimus.config.load import load as config_of
 from megatron.optimus.context import RunContext
 from megatron.optimus.platform import files
@@ -273,7 +274,7 @@ def _load_counting(rank, world, root, columns):
     expected = _large(rank, world, columns=columns, loading=True)
     requests = [TensorSlice(s.name, s.kind, s.global_shape, s.start, s.stop, s.tensor * 0 - 1, s.box) for s in expected]
     count = 0
-    preadv, read_bytes = os.preadv, Path.read_bytes
+    preadv, read_small_file = os.preadv, store.read_small_file
 
     def counting_preadv(*args):
         nonlocal count
@@ -281,13 +282,13 @@ def _load_counting(rank, world, root, columns):
         count += got
         return got
 
-    def counting_read_bytes(path):
+    def counting_read_small_file(*args):
         nonlocal count
-        data = read_bytes(path)
+        data = read_small_file(*args)
         count += len(data)
         return data
 
-    os.preadv, Path.read_bytes = counting_preadv, counting_read_bytes
+    os.preadv, store.read_small_file = counting_preadv, counting_read_small_file
     path, _ = load_newest(root, lambda manifest: requests)
     assert path.name == "step-00000001"
     return count, all(torch.equal(a.tensor, b.tensor) for a, b in zip(requests, expected, strict=True))
@@ -308,10 +309,32 @@ def test_every_byte_is_read_once_by_some_rank(tmp_path, savers, columns, loaders
 
 
 def _load_damaged(rank, world, root):
-    try:
-        return load_newest(root, store.everything)[0].name
-    except CheckpointError as error:
-        return str(error)
+    """Loads after damage, then where rank 1 has no memory, then where rank 0 cannot list the folder."""
+    found, said = load_newest(root, store.everything)[0].name, []
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(CheckpointError, match="failed on rank 1"):
+        if rank == 1:
+            patch.setattr(store.reader, "ReadAhead", without_memory)
+        load_newest(root, store.everything)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(CheckpointError, match="step-00000002 failed on rank 1"):
+        if rank == 1:  # no damage: an older checkpoint must not be taken for it
+            patch.setattr(store.reader, "_next_filled", without_memory)
+        load_newest(root, store.everything, below=3)
+    if rank == 0:
+        store.commit.list_committed = failing_scan
+    for listing in (lambda: load_newest(root, store.everything), lambda: has_good(root, Ranks(None, "cpu"))):
+        try:
+            listing()
+        except CheckpointError as error:
+            said.append(str(error))
+    return found, said
+
+
+def without_memory(*args):
+    raise RuntimeError("cannot pin memory")
+
+
+def failing_scan(*args):
+    raise OSError(errno.EIO, "Input/output error")
 
 
 def test_a_wrong_hash_sends_all_ranks_to_the_checkpoint_before(tmp_path):
@@ -320,7 +343,9 @@ def test_a_wrong_hash_sends_all_ranks_to_the_checkpoint_before(tmp_path):
     data = bytearray(shard.read_bytes())
     data[-1] ^= 1
     shard.write_bytes(data)
-    assert run_distributed(_load_damaged, 3, tmp_path) == ["step-00000002"] * 3
+    for found, said in run_distributed(_load_damaged, 3, tmp_path):
+        assert found == "step-00000002" and len(said) == 2
+        assert all(f"listing {tmp_path} failed on rank 0: " in line and "Input/output error" in line for line in said)
 
 
 # -- states in fewer than 32 bits --------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import deepspeed_ext
+from deepspeed_ext.optimizers import OPTIMIZERS
 from megatron.optimus.convert import Options, convert
 from megatron.optimus.models.huggingface.config import hf_config
 from tests.helpers import run_distributed
@@ -81,7 +82,7 @@ def _engine(model: nn.Module, stage: int, **arguments: Any) -> Any:
         "checkpoint": {"load_universal": True},
         **arguments.pop("config", {}),
     }
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    optimizer = arguments.pop("optimizer", torch.optim.AdamW)(model.parameters(), lr=0.5)
     return deepspeed_ext.initialize(model=model, optimizer=optimizer, config=config, **arguments)[0]
 
 
@@ -95,7 +96,11 @@ def _load(rank: int, world: int, folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for stage in (1, 2):
         dense = _engine(stock.decoder_model(), stage, config={"bf16": {"enabled": True}})
+        dense.optimizer.keep_average(evaluates=False)
         path, client = dense.load_checkpoint(f"{folder}/dense")
+        for shard in dense.optimizer._shards():
+            assert torch.equal(shard.average, shard.master), "it begins anew at the weights"
+            shard.average = None
         assert path is not None and path.endswith(f"global_step{STEPS}_universal")
         assert client["consumed_samples"] == 12 and dense.global_steps == STEPS
         assert dense.optimizer.param_groups[0]["lr"] == 1e-2, "the hyperparameters are the checkpoint's"
@@ -135,6 +140,9 @@ def _errors(folder: Path) -> list[str]:
             messages.append(str(error))
         after = _state(engine)
         assert all(torch.equal(a[2]["master"], b[2]["master"]) for a, b in zip(before, after, strict=True))
+    adafactor = _engine(Tree({"embedding.weight": (64, 16)}), 1, optimizer=OPTIMIZERS["Adafactor"])
+    with pytest.raises(ValueError, match=r"holds no states of whole matrices or tensors, which Adafactor has"):
+        adafactor.load_checkpoint(str(folder / "dense"))
     with pytest.raises(ValueError, match="latest_universal does not exist"):
         engine.load_checkpoint(str(folder / "stock"))
     # what one rank alone sees otherwise

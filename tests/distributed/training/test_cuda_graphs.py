@@ -7,6 +7,7 @@ host has noted meanwhile, as a replay would not note it. On a GPU, graphs are re
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ import torch
 from megatron.optimus.config.load import load
 from megatron.optimus.config.schema import ConfigError
 from megatron.optimus.context import RunContext
+from megatron.optimus.ops import fp8
 from megatron.optimus.platform.device import DeviceGraph
 from megatron.optimus.platform.mesh import Mesh
 from megatron.optimus.training.cuda_graphs import MicroBatchGraphs, graphs_of
@@ -28,6 +30,7 @@ from tests.integration.conftest import TINY, write_corpus
 STEPS, MICRO_BATCHES, WARM_UP = 7, 3, 2
 OPTIONS = f"--train-iters {STEPS} --eval-interval 4 --save-interval 100 --split 7,3 --moe-router-enable-expert-bias"
 DENSE = "--num-experts 0 --ffn-hidden-size 48 --moe-router-enable-expert-bias false"
+FLOAT8 = "--fp8 hybrid --moe-ffn-hidden-size 32"
 KEYS = ("step", "lr", "loss", "grad_norm", "valid_loss", "aux_loss", "z_loss", "dropped_tokens", "expert_load_LE")
 
 
@@ -45,9 +48,10 @@ class RepeatedWork(DeviceGraph):
         return [*gradients, *(buffer for name, buffer in self.engine.module.named_buffers() if "step_counts" in name)]
 
     def record(self, work: Callable[[], Any]) -> Any:
-        memory = [tensor.clone() for tensor in self._memory()]
+        memory, earlier = [tensor.clone() for tensor in self._memory()], fp8.kept_so_far()
         self._held, self._work = self._reducer.held(), work
         self._result = work()
+        self._quantized = {key: made for key, made in fp8.kept_so_far().items() if key not in earlier}
         for tensor, before in zip(self._memory(), memory, strict=True):
             tensor.copy_(before)
         return self._result
@@ -57,7 +61,11 @@ class RepeatedWork(DeviceGraph):
         reducer, optimizer = self._reducer, self.engine.optimizer
         before = reducer.held(), reducer._was_dirty, reducer._num_backwards, optimizer.has_begun
         self._hold(self._held)
-        loss, recorded = self._work()
+        with fp8.constant_weights() if self._quantized else nullcontext():  # a recording that quantized does it again
+            loss, recorded = self._work()
+            for key, made in fp8.kept_so_far().items() if self._quantized else ():
+                for name, tensor in vars(made).items():
+                    getattr(self._quantized[key], name).copy_(tensor)
         self._hold(before[0])
         reducer._was_dirty, reducer._num_backwards, optimizer.has_begun = before[1:]
         self._result[0].copy_(loss)
@@ -119,9 +127,10 @@ def _compare(rank: int, world: int, folder: str, cases: dict[str, str], device: 
 
 def test_replayed_micro_batches_give_the_same_bits(tmp_path: Path) -> None:
     write_corpus(tmp_path / "counting")
-    run_distributed(_compare, 1, str(tmp_path), {"moe": ""})
+    run_distributed(_compare, 1, str(tmp_path), {"moe": "", "float8": f"{DENSE} {FLOAT8}"})
     one_loss_a_rank = "--moe-router-load-balancing-type aux_loss"
-    run_distributed(_compare, 2, str(tmp_path), {"moe, two ranks": one_loss_a_rank})
+    cases = {"moe, two ranks": one_loss_a_rank, "float8, two ranks": f"{DENSE} {FLOAT8}"}
+    run_distributed(_compare, 2, str(tmp_path), cases)
 
 
 def test_a_cpu_has_no_graphs() -> None:
@@ -140,6 +149,7 @@ def test_graphs_give_the_same_bits_on_a_gpu(tmp_path: Path) -> None:
     write_corpus(tmp_path / "counting")
     in_bf16 = "--params-dtype bf16 --deterministic"
     cases = {"dense": f"{DENSE} {in_bf16}", "moe": in_bf16}
+    cases |= {f"{name}, float8": f"{options} {FLOAT8}" for name, options in cases.items()}
     run_on_gpus(_compare, 1, str(tmp_path), cases, "cuda")
     with pytest.raises(AssertionError, match=r"TrainingError: cuda_graphs=True: a micro-batch cannot be recorded \("):
         run_on_gpus(_compare, 1, str(tmp_path), {"experts in fp32 wait for the host": ""}, "cuda")
@@ -152,4 +162,5 @@ def test_graphs_give_the_same_bits_on_two_gpus(tmp_path: Path) -> None:
     one_loss_a_rank = "--moe-router-load-balancing-type aux_loss --expert-model-parallel-size 1"
     in_bf16 = "--params-dtype bf16 --deterministic"
     cases = {"dense": f"{DENSE} {in_bf16}", "moe": f"{in_bf16} {one_loss_a_rank}"}
+    cases |= {f"{name}, float8": f"{options} {FLOAT8}" for name, options in cases.items()}
     run_on_gpus(_compare, 2, str(tmp_path), cases, "cuda")

@@ -24,6 +24,7 @@ from megatron.optimus.config.schema import (
 from megatron.optimus.context import RunContext
 from megatron.optimus.layers.attention import Attention
 from megatron.optimus.layers.rope import apply_rope
+from megatron.optimus.ops import attention_logits
 from megatron.optimus.parallel.context import own_positions
 from megatron.optimus.platform.mesh import Mesh
 from megatron.optimus.platform.metrics import Recorder
@@ -65,7 +66,7 @@ def train(rank: int, world: int, layout: Layout, mode: str = "clipped") -> tuple
     from megatron.optimus.training.pipeline_schedule import build_schedule
     from megatron.optimus.training.trainer import train_step
 
-    qk_clip.MAX_SCORES = 4 * BATCH * LENGTH * 3  # three queries at a time
+    attention_logits.MAX_SCORES = 4 * BATCH * LENGTH * 3  # three queries at a time
     threshold = 0.0 if mode in ("off", "plain") else 1e9 if mode == "high" else THRESHOLD
     muon = OptimizerConfig(
         optimizer=OptimizerName.MUON, lr=3e-3, adam_eps=1e-2, qk_clip_threshold=threshold, **(layout.optimizer or {})

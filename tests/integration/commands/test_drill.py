@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from megatron.optimus.commands import drill
-from megatron.optimus.commands.drill_faults import FAULTS
+from megatron.optimus.commands.drill_faults import FAULTS, Fault
+from megatron.optimus.config.schema import ConfigError
 
 
 def test_short_drill(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -31,24 +33,44 @@ def test_short_drill(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert not list((tmp_path / "out").glob("round-*"))  # only those with a broken promise are kept
 
 
-def test_faults_of_gpus_need_no_tcp(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("gpus", "possible"),
+    [(2, lambda fault: not fault.needs_tcp), (1, lambda fault: fault.needs_agents)],
+)
+def test_gpus_say_which_faults_are_possible(
+    gpus: int, possible: Callable[[Fault], bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks on two nodes: on one GPU, which nodes share, with agents alone. NCCL uses no TCP inside a host."""
+    monkeypatch.setattr(drill, "device_count", lambda kind: gpus)
     options = drill._parse(["--device", "cuda", "--ranks", "2", "--out", str(tmp_path / "out")])
-    left_out = {name for name, fault in FAULTS.items() if fault.needs_agents} | {"link-cut"}
-    assert {*FAULTS} - {one.name for one in options.faults} == left_out and options.steps > drill._STEPS
-    named = drill._parse(["--device", "cuda", "--faults", "link-cut", "--out", str(tmp_path / "out")])
-    assert [one.name for one in named.faults] == ["link-cut"]
+    assert options.faults == [one for one in FAULTS.values() if possible(one)] and options.steps > drill._STEPS
+    words = ["--device", "cuda", "--ranks", "2", "--faults", "link-cut", "--out", str(tmp_path / "out")]
+    if gpus == 2:
+        assert [one.name for one in drill._parse(words).faults] == ["link-cut"]
+        return
+    with pytest.raises(ConfigError, match="--faults=link-cut: this machine has 2 ranks, each on a cuda device of its"):
+        drill._parse(words)
 
 
 @pytest.mark.parametrize(
     ("words", "text"),
     [
         (["--faults", "kil"], "unknown fault 'kil'"),
-        (["--faults", "agent", "--device", "cuda"], "--faults=agent needs --device=cpu"),
+        (["--faults", "agent", "--device", "xpu"], "--faults=agent: --device=xpu cannot be divided"),
+        (["--faults", "agent", "--device", "cuda"], "a simulated node has 2 ranks, each on a cuda device of its"),
+        (["--device", "cuda"], "this machine has 4 ranks, each on a cuda device of its own, and 0 are seen"),
         (["--ranks", "3"], "--ranks=3 must be 2 or more and a multiple of --nodes=2"),
         (["--out", "/"], "/ is not empty"),
     ],
 )
-def test_bad_command_lines(tmp_path: Path, words: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_command_lines(
+    words: list[str],
+    text: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(drill, "device_count", lambda kind: 0)
     assert drill.main(["--out", str(tmp_path / "out"), *words]) == 2
     assert text in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

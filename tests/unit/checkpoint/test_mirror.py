@@ -95,6 +95,21 @@ def test_an_upload_that_ends_in_the_midst_is_not_whole(tmp_path, monkeypatch):
     assert not list(tmp_path.glob("c/*"))
 
 
+def test_what_does_not_come_whole_is_not_committed(tmp_path, monkeypatch):
+    url = f"file://{tmp_path}/mirror"
+    mirror = Mirror(url)
+    assert upload(mirror, saved(tmp_path / "a", 4)) == []
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "copyfileobj", lambda source, out, length: out.write(source.read(10)))
+        with pytest.raises(CheckpointError, match=r"cannot be downloaded: .*has 10 bytes, the manifest says"):
+            mirror.fetch("step-00000004", tmp_path / "c")
+    assert not list(tmp_path.glob("c/*"))
+    (tmp_path / "mirror" / "step-00000004").rename(tmp_path / "mirror" / "step-00000009")
+    with pytest.raises(CheckpointError, match="is of a 'full' checkpoint of step 4"):
+        mirror.fetch("step-00000009", tmp_path / "c")
+    assert mirror.newest() is None and not list(tmp_path.glob("c/*"))
+
+
 def test_an_upload_goes_on_when_its_checkpoint_is_deleted(tmp_path, monkeypatch):
     mirror = Mirror(f"file://{tmp_path}/mirror")
     path, failures = saved(tmp_path / "root", 5), []

@@ -19,7 +19,9 @@ from megatron.optimus.checkpoint import (
     load_newest,
     saver,
     snapshot,
+    writer,
 )
+from megatron.optimus.checkpoint.shards import ALIGNED
 from megatron.optimus.platform import environment, files
 from megatron.optimus.platform.ranks import Ranks
 from tests.unit.checkpoint.helpers import (
@@ -165,6 +167,69 @@ def test_a_disk_of_the_node_that_cannot_be_used_is_named(tmp_path, monkeypatch):
     it.start(owned(whole_state(1)), header(1), retain=2)
     with pytest.raises(CheckpointError, match=r"saving step 1 to .*/root .*No space left on device: '.*/local/"):
         it.drain()
+
+
+def test_a_save_by_way_of_the_disk_of_the_node_is_tried_again(tmp_path, monkeypatch):
+    """What a copy that broke off has copied says nothing of what is to be copied."""
+    monkeypatch.setattr(saver, "FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(writer, "BLOCK_BYTES", ALIGNED)
+    state = {(name, "master"): torch.arange(4 * ALIGNED, dtype=torch.float32) for name in "ab"}
+    root, said, write_at = tmp_path / "root", [], files.write_at
+    monkeypatch.setattr(files, "write_at", lambda *args: full() if said == ["full"] else write_at(*args))
+
+    def full():
+        said.append("once")
+        raise OSError(28, "No space left on device")
+
+    def copy(job, folder):
+        said.extend([] if said else ["full"])
+        writer.copy(job, folder)
+
+    monkeypatch.setattr(saver, "copy", copy)
+    it = Saver(root, local=tmp_path / "local", retry_seconds=60.0, on_failure=lambda step, text: said.append(text))
+    it.start(owned(state), header(1), retain=2)
+    [saved] = it.drain()
+    assert said[:2] == ["full", "once"] and "No space left on device" in said[2]
+    requests = whole_requests(state)
+    load(saved.path, requests)
+    assert_holds(requests, state)
+    monkeypatch.setattr(saver, "copy", writer.copy)
+    directories = []
+
+    def write(job, directory):
+        directories.append(directory)
+        if len(directories) == 1:
+            full()
+        writer.write(job, directory)
+
+    monkeypatch.setattr(saver, "write", write)
+    it.start(owned(state), header(2), retain=2)
+    assert [saved.step for saved in it.drain()] == [2]
+    first, second = directories
+    assert first != second, "another rank may still be removing what the first attempt has written"
+    assert [list(folder.iterdir()) for folder in (tmp_path / "local").iterdir()] == [[]]
+
+
+def test_a_newer_save_takes_the_place_of_all_that_wait_behind_one_that_fails(tmp_path, monkeypatch, caplog):
+    it, said = Saver(tmp_path, retry_seconds=60.0, on_failure=lambda step, text: said.append(text)), []
+
+    def write(job, directory):
+        if job.header.step == 1:
+            raise OSError(28, "No space left on device")
+        writer.write(job, directory)
+
+    monkeypatch.setattr(saver, "write", write)
+    weights = [piece for piece in owned(whole_state(1)) if piece.kind in ("weight", "buffer")]
+    it.start(owned(whole_state(1)), header(1), retain=2)
+    it.start(weights, header(1, "model"), retain=None)
+    deadline = time.monotonic() + 30
+    while not said and time.monotonic() < deadline:
+        assert it.poll() == []
+    assert "the next attempt is in 1 s" in said[0]
+    it.start(owned(whole_state(2)), header(2), retain=2)
+    assert [saved.path.name for saved in it.drain()] == ["step-00000002"]
+    for kind in ("full", "model"):  # each that is lost is named
+        assert f"step 1 could not be saved ({kind} checkpoint): step 2 is saved now" in caplog.text
 
 
 def test_full_ones_roll_and_model_only_ones_stay(tmp_path):

@@ -293,6 +293,19 @@ def test_resolve(tmp_path):
         resolve(tmp_path / "nope")
 
 
+def test_the_manifest_that_a_run_probably_goes_on_from_is_read_without_an_error(tmp_path, monkeypatch):
+    own, other = save_step(tmp_path / "own", 1), save_step(tmp_path / "other", 2)
+    read = store.newest_manifest
+    assert (read(own.parent, other).step, read(tmp_path / "none", other).step) == (1, 2)
+    assert read(tmp_path / "none", None) is None and read(tmp_path / "none", tmp_path / "nope") is None
+
+    def failing_scan(root, kind="full"):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(store.commit, "list_committed", failing_scan)
+    assert read(own.parent, other).step == 2 and read(own.parent, None) is None
+
+
 # -- kill -9 -----------------------------------------------------------------------------------------------------------
 
 

@@ -62,6 +62,7 @@ def test_tasks_give_numbers(
         ([], "--tasks"),
         (["--tasks", "optimus_text", "--card-shots", "0,x"], "--card-shots '0,x': name numbers"),
         (["--tasks", "optimus_text", "--card", "nowhere/card.html"], "there is no folder nowhere"),
+        (["--tasks", "optimus_text", "--out", "nowhere/results.json"], "there is no folder nowhere"),  # before it works
         (["--tasks", "optimus_science", "--num-fewshot", "5"], "the evaluation on optimus_science failed: "),
         (["--tasks", "hellaswag"], "--tasks hellaswag: it cannot be loaded: "),
     ],

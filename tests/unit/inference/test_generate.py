@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -118,3 +120,15 @@ def test_text_is_shown_as_it_comes(model: TextModel) -> None:
 def test_limits_that_are_none_are_refused(limits: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Limits(**limits)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(seed=3), Sampling(top_k=5), Sampling(top_p=0.5)])
+def test_weights_that_are_not_finite_are_an_error(model: TextModel, sampling: Sampling) -> None:
+    weight = model.model.final_norm.weight
+    before = weight.clone()
+    weight.fill_(math.nan)
+    try:
+        with pytest.raises(ConfigError, match="logits are not finite: the checkpoint has NaN"):
+            run(model, [[65, 66]], sampling, Limits(4))
+    finally:
+        weight.copy_(before)

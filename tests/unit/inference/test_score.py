@@ -31,9 +31,12 @@ def test_scores_equal_the_training_forward(name: str, tmp_path: Path, monkeypatc
         assert found.logprobs == pytest.approx(expected.logprobs, abs=1e-6)
 
 
-def test_a_text_beyond_the_last_position_is_refused(tmp_path: Path) -> None:
+def test_a_text_beyond_the_last_position_and_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     model = loaded(checkpoint(tmp_path, "dense"))
     [found] = score(model, [[65] * 65])
     assert len(found.logprobs) == 64
     with pytest.raises(ConfigError, match="text 1 has 66 tokens"):
         list(score(model, [[65] * 66]))
+    model.model.final_norm.weight.fill_(float("nan"))
+    with pytest.raises(ConfigError, match="logits are not finite: the checkpoint has NaN"):
+        list(score(model, [[65, 66]]))

@@ -11,7 +11,7 @@ import pytest
 from megatron.optimus import cli
 from megatron.optimus.platform import log
 from megatron.optimus.platform.exit_codes import USER_ERROR
-from megatron.optimus.platform.log import prints_errors, setup
+from megatron.optimus.platform.log import first_line, prints_errors, setup
 
 
 @pytest.fixture(autouse=True)
@@ -20,6 +20,11 @@ def restore() -> Iterator[None]:
     before = (logger.level, logger.propagate, logger.handlers[:])
     yield
     logger.level, logger.propagate, logger.handlers[:] = before
+
+
+def test_the_first_line_of_an_error_says_something() -> None:
+    assert first_line(ValueError("\n one\ntwo")) == "one"
+    assert first_line(TimeoutError()) == "TimeoutError"
 
 
 def test_rank_0(capsys: pytest.CaptureFixture[str]) -> None:

@@ -42,6 +42,23 @@ def test_a_generation_is_there_once_it_is_complete(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_an_index_that_has_no_room_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system writes what it has room for and says how much that was; the next call fails."""
+    slot, pwrite, room = MemorySlot(tmp_path / "rank-0.0"), os.pwrite, [10]
+
+    def nearly_full(descriptor: int, data: memoryview, offset: int) -> int:
+        if offset == 0:  # the file has this page
+            return pwrite(descriptor, data, offset)
+        if not room:
+            raise OSError(28, "No space left on device")
+        return pwrite(descriptor, data[: room.pop()], offset)
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
+        patch.setattr(os, "pwrite", nearly_full)
+        slot.commit(3, 0, {"of": "many pieces"})
+    assert slot.read() is None
+
+
 def test_the_newest_step_is_one_that_all_ranks_have(tmp_path: Path) -> None:
     assert newest_step(None) == newest_step(tmp_path) == -1
     for name, step in (("rank-0.0", 3), ("rank-0.1", 4), ("rank-1.0", 3), ("rank-1.1", 2), ("copy-5.0", 9)):

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from megatron.optimus.data.tokenize.pretoken_cache import Ids
+from megatron.optimus.platform.log import first_line
 
 logger = logging.getLogger("optimus")
 
@@ -48,7 +49,7 @@ def load(state: dict[str, Any], *, parse_special: bool) -> Encode | None:
     try:
         native = _native.Tokenizer.from_json_str(json.dumps(state | {"truncation": None, "padding": None}))
     except Exception as error:  # of its own kinds, for what it does not know
-        logger.info("fastokens cannot carry this tokenizer (%s)", str(error).splitlines()[0] if str(error) else error)
+        logger.info("fastokens cannot carry this tokenizer (%s)", first_line(error))
         return None
 
     def encode(texts: list[str]) -> list[Ids]:

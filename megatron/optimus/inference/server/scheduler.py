@@ -16,15 +16,15 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from megatron.optimus.inference.generate import Limits, Request
+from megatron.optimus.inference.generate import Completion, Limits, Request
 from megatron.optimus.inference.load import TextModel
-from megatron.optimus.inference.sampling import Sampling, choose, tokens_seen
+from megatron.optimus.inference.sampling import NOT_FINITE, Sampling, choose, tokens_seen
 from megatron.optimus.inference.server.engine import IDLE_SECONDS, Engine
 from megatron.optimus.inference.server.metrics import Metrics
 from megatron.optimus.inference.server.paged_cache import Chunk, num_pages
@@ -100,20 +100,31 @@ class ServedRequest:
         self.arrived, self.last_token = time.perf_counter(), 0.0
 
     @property
+    def completion(self) -> Completion:
+        """The completion so far."""
+        return self.request.completion
+
+    @property
     def length(self) -> int:
         """Tokens of the prompt and of the completion so far."""
-        return len(self.prompt) + len(self.request.completion.token_ids)
+        return len(self.prompt) + len(self.completion.token_ids)
 
     def next_tokens(self, most: int) -> list[int]:
         """The next tokens that are not in the cache."""
         if self.computed < len(self.prompt):
             return self.prompt[self.computed : self.computed + max(0, most)]
-        return self.request.completion.token_ids[self.computed - len(self.prompt) :][: max(0, most)]
+        return self.completion.token_ids[self.computed - len(self.prompt) :][: max(0, most)]
 
     @property
     def most_positions(self) -> int:
         """Positions that the cache must have: the last token of a completion is not computed with."""
         return len(self.prompt) + (self.request.most_tokens - 1 if self.completes else 0)
+
+    def seen(self, logits_V: Tensor) -> Tensor:
+        """Marks the tokens of prompt and completion, bool [V]; from the first call on."""
+        if self.seen_V is None:
+            self.seen_V = tokens_seen(self.prompt, logits_V)
+        return self.seen_V
 
     def take_text(self) -> str:
         """Returns the text that has become certain since the last call."""
@@ -217,6 +228,7 @@ class Scheduler:
             log.error("the server cannot go on: %s", error)
             raise
         finally:
+            self.drain()  # or a request that comes after the next line would wait for ever
             self._fail([*self._running, *self._waiting], "the server is shutting down")
             if self.failure is None:
                 self._engine.stop()
@@ -317,15 +329,15 @@ class Scheduler:
         for row, (request, _, _) in enumerate(rows):
             update, id_, logprob = updates[request], int(ids[row]), scores[row]
             if not math.isfinite(logprob):
-                update.error = "the model's logits are not finite: the checkpoint has NaN or infinite weights"
+                update.error = NOT_FINITE
                 continue
             token = Token(id_, logprob, tops[row][: request.top_logprobs])
             if row not in is_open:
                 update.prompt.append(token)
                 continue
-            before = len(request.request.completion.token_ids)
+            before = len(request.completion.token_ids)
             request.request.add(id_, logprob)
-            if len(request.request.completion.token_ids) > before:
+            if len(request.completion.token_ids) > before:
                 update.tokens.append(token)
                 if request.seen_V is not None:
                     request.seen_V[id_] = True
@@ -340,7 +352,7 @@ class Scheduler:
             request.last_token = now
         request.computed = chunk.stop
         update.text = request.take_text()
-        update.finish_reason = request.request.completion.finish_reason
+        update.finish_reason = request.completion.finish_reason
         if not request.completes and chunk.stop == len(request.prompt):
             update.finish_reason = "length"
         if update.finish_reason is not None or update.error is not None:
@@ -382,19 +394,11 @@ def _choose(requests: Sequence[ServedRequest], logits_RV: Tensor) -> Tensor:
         groups.setdefault(options, []).append(row)
     found = torch.empty(len(requests), dtype=torch.int64, device=logits_RV.device)
     for (penalty, *_), rows in groups.items():
-        seen_RV = torch.stack(list(_seen(requests, rows, logits_RV))) if penalty != 1 else None
+        seen_RV = torch.stack([requests[row].seen(logits_RV[0]) for row in rows]) if penalty != 1 else None
         generators = [requests[row].generator for row in rows]
         of_group = logits_RV if len(groups) == 1 else logits_RV[rows]
         found[rows] = choose(of_group, requests[rows[0]].sampling, generators, seen_RV)
     return found
-
-
-def _seen(requests: Sequence[ServedRequest], rows: Sequence[int], logits_RV: Tensor) -> Iterator[Tensor]:
-    for row in rows:
-        request = requests[row]
-        if request.seen_V is None:
-            request.seen_V = tokens_seen(request.prompt, logits_RV[0])
-        yield request.seen_V
 
 
 def _top(logprobs_RV: Tensor, count: int) -> list[tuple[tuple[int, float], ...]]:

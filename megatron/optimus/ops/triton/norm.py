@@ -81,18 +81,19 @@ def _inverse_rms(first, second, width, eps, PER_HEAD: tl.constexpr):
 
 @triton.jit
 def _norm_rotate(
-    x_ptr, weight_ptr, out_ptr, cos_ptr, sin_ptr, num_rows, length, heads, table_batch, table_row, width, eps,
+    x_ptr, weight_ptr, out_ptr, cos_ptr, sin_ptr, num_rows, length, heads, x_row, table_batch, table_row, width, eps,
     HALF: tl.constexpr, PER_HEAD: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Rows of ``heads`` heads of 2 * HALF elements: normed, then each pair (i, i + HALF) rotated."""
+    """Rows of ``heads`` heads of 2 * HALF elements, ``x_row`` apart: normed, then each pair (i, i + HALF) rotated."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None, None]
     head, col = tl.arange(0, HEADS)[None, :, None], tl.arange(0, BLOCK)[None, None, :]
     inside = (row < num_rows) & (head < heads) & (col < HALF)
     place = (row * heads + head) * (2 * HALF) + col
     of_weight = (col if PER_HEAD else head * (2 * HALF) + col) + row * 0
     angle = (row // length) * table_batch + (row % length) * table_row + head * 0 + col
-    first = tl.load(x_ptr + place, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(x_ptr + place + HALF, mask=inside, other=0.0).to(tl.float32)
+    of_x = row * x_row + head * (2 * HALF) + col
+    first = tl.load(x_ptr + of_x, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(x_ptr + of_x + HALF, mask=inside, other=0.0).to(tl.float32)
     inverse = _inverse_rms(first, second, width, eps, PER_HEAD)
     first *= inverse * tl.load(weight_ptr + of_weight, mask=inside, other=0.0).to(tl.float32)
     second *= inverse * tl.load(weight_ptr + of_weight + HALF, mask=inside, other=0.0).to(tl.float32)
@@ -104,7 +105,7 @@ def _norm_rotate(
 
 @triton.jit
 def _norm_rotate_backward(
-    x_ptr, weight_ptr, grad_ptr, dx_ptr, dweight_ptr, cos_ptr, sin_ptr, num_rows, length, heads, table_batch,
+    x_ptr, weight_ptr, grad_ptr, dx_ptr, dweight_ptr, cos_ptr, sin_ptr, num_rows, length, heads, x_row, table_batch,
     table_row, grad_batch, grad_position, grad_head, width, eps,
     HALF: tl.constexpr, PER_HEAD: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -122,8 +123,9 @@ def _norm_rotate_backward(
         batch, position = row // length, row % length
         angle = batch * table_batch + position * table_row + head * 0 + col
         of_grad = batch * grad_batch + position * grad_position + head * grad_head + col
-        first = tl.load(x_ptr + place, mask=inside, other=0.0).to(tl.float32)
-        second = tl.load(x_ptr + place + HALF, mask=inside, other=0.0).to(tl.float32)
+        of_x = row * x_row + head * (2 * HALF) + col
+        first = tl.load(x_ptr + of_x, mask=inside, other=0.0).to(tl.float32)
+        second = tl.load(x_ptr + of_x + HALF, mask=inside, other=0.0).to(tl.float32)
         out1 = tl.load(grad_ptr + of_grad, mask=inside, other=0.0).to(tl.float32)
         out2 = tl.load(grad_ptr + of_grad + HALF, mask=inside, other=0.0).to(tl.float32)
         cos = tl.load(cos_ptr + angle, mask=inside, other=0.0)
@@ -190,8 +192,8 @@ def rms_norm_backward(
 
 
 def norm_rotate(x_BSHd: Tensor, weight_W: Tensor, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
-    """Queries or keys [B, S, H, d], contiguous, normed and rotated."""
-    out = torch.empty_like(x_BSHd)
+    """Queries or keys [B, S, H, d], contiguous but for gaps between rows, normed and rotated; without gaps."""
+    out = x_BSHd.new_empty(x_BSHd.shape)
     arguments, options, rows = _heads(x_BSHd, weight_W, cos)
     _norm_rotate[(triton.cdiv(rows, options["ROWS"]),)](
         x_BSHd, weight_W, out, cos, sin, *arguments, len(weight_W), eps, **options
@@ -202,8 +204,8 @@ def norm_rotate(x_BSHd: Tensor, weight_W: Tensor, eps: float, cos: Tensor, sin: 
 def norm_rotate_backward(
     x_BSHd: Tensor, weight_W: Tensor, grad_BHSd: Tensor, eps: float, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of x, contiguous, and of the weight; the last dimension of the incoming one has stride 1."""
-    dx = torch.empty_like(x_BSHd)
+    """The gradients of x, without gaps, and of the weight; the last dimension of the incoming one has stride 1."""
+    dx = x_BSHd.new_empty(x_BSHd.shape)
     arguments, options, rows = _heads(x_BSHd, weight_W, cos)
     programs = min(triton.cdiv(rows, options["ROWS"]), _most_programs(x_BSHd.device))
     dweight_PW = torch.empty((programs, len(weight_W)), dtype=torch.float32, device=x_BSHd.device)
@@ -223,4 +225,5 @@ def _heads(x_BSHd: Tensor, weight_W: Tensor, cos: Tensor) -> tuple[list[int], di
     options: dict[str, int | bool] = {"HALF": half, "PER_HEAD": len(weight_W) == width, "ROWS": tile}
     options |= {"HEADS": padded_heads, "BLOCK": block, "num_warps": _warps(2 * tile * padded_heads * block)}
     table_batch = cos.stride(0) if cos.dim() == 4 else 0
-    return [batch * length, length, heads, table_batch, cos.stride(-2)], options, batch * length
+    x_row = x_BSHd.stride(1 if length > 1 else 0)
+    return [batch * length, length, heads, x_row, table_batch, cos.stride(-2)], options, batch * length

@@ -58,8 +58,10 @@ def _stock_checkpoint(rank: int, world: int, folder: str) -> list[tuple[str, lis
         stock.save_checkpoint(f"{folder}/{stage}")
         _train(stock, rank, 2, 5)
         ours, optimizer, _, _ = deepspeed_ext.initialize(model=Model(), config=copy.deepcopy(config))
+        optimizer.keep_average(evaluates=False)
         ours.load_checkpoint(f"{folder}/{stage}")
         assert optimizer.step_count == 2
+        assert all(torch.equal(shard.average, shard.master) for shard in optimizer._shards())
         _train(ours, rank, 2, 5)
         weights = [[p.detach().float().clone() for p in e.module.parameters()] for e in (stock, ours)]
         found.append((f"stage {stage}", *weights))

@@ -205,10 +205,10 @@ def test_weights_that_are_not_finite_are_an_error(models: dict[str, TextModel]) 
     weight = model.model.final_norm.weight
     before = weight.clone()
     weight.fill_(math.nan)
-    served, result = request(model, [65])
-    run(scheduler(model), [served])
+    found = [request(model, [65], sampling=sampling) for sampling in SAMPLINGS]
+    run(scheduler(model), [served for served, _ in found])
     weight.copy_(before)
-    assert result.error is not None and "not finite" in result.error
+    assert all(result.error is not None and "not finite" in result.error for _, result in found)
 
 
 def test_the_thread_computes_and_stops(models: dict[str, TextModel]) -> None:
@@ -223,3 +223,18 @@ def test_the_thread_computes_and_stops(models: dict[str, TextModel]) -> None:
     server.submit([endless])
     server.stop()
     assert cut.error == "the server is shutting down" or cut.finish_reason == "length"
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_failed_thread_accepts_no_requests(models: dict[str, TextModel], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of several ranks end with the first error; the server is about to end too."""
+    server = scheduler(models["dense"])
+    monkeypatch.setattr(Engine, "is_alone", False)
+    monkeypatch.setattr(Engine, "compute", lambda *args: 1 / 0)
+    server.start()
+    served, result = request(models["dense"], [65])
+    server.submit([served])
+    server._thread.join(30)
+    assert isinstance(server.failure, ZeroDivisionError) and result.error == "the server is shutting down"
+    with pytest.raises(Draining):
+        server.submit([request(models["dense"], [65])[0]])
