@@ -112,15 +112,17 @@ class Victim:
 
     def compare_gradients(self) -> tuple[str, list[Any]]:
         """The message ("" where all are equal), and what all ranks computed the first time."""
+        from megatron.optimus.platform.intervals import Interval
         from megatron.optimus.training.health import IntegrityError
 
         self.results.clear()
-        self.integrity._gradient_interval, text = 1, ""
+        never, text = self.integrity._gradient_interval, ""
+        self.integrity._gradient_interval = Interval(1, "", self.trainer.run.ranks)
         try:
             self.integrity.check_gradients(self.step + 1, self.consumed, self.batches)
         except IntegrityError as error:
             text = str(error)
-        self.integrity._gradient_interval = 0
+        self.integrity._gradient_interval = never
         return text, self.results[0]
 
     # ---- trials

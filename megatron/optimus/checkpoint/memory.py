@@ -49,7 +49,7 @@ from megatron.optimus.checkpoint.slices import TensorSlice, tensors_to_copy
 from megatron.optimus.checkpoint.writer import Task
 from megatron.optimus.platform import memory_slots
 from megatron.optimus.platform.environment import node_name
-from megatron.optimus.platform.intervals import AUTO, FIRST_STEPS, agreed_interval
+from megatron.optimus.platform.intervals import Interval
 from megatron.optimus.platform.memory import GIB, host_memory
 from megatron.optimus.platform.memory_slots import GENERATIONS
 from megatron.optimus.platform.ranks import Ranks, attempt
@@ -65,12 +65,15 @@ class MemoryCheckpoints:
     Args:
         folder: where this node's files are.
         ranks: that train together.
-        interval: steps between copies; AUTO: as often as takes a hundredth of the step's time.
+        interval: steps between copies; AUTO: as often as takes a two-hundredth of the steps' time.
         node: ranks that give the same name lose their memory together; None: those of one host and folder.
     """
 
     def __init__(self, folder: Path, ranks: Ranks, interval: int, node: str | None = None) -> None:
-        self._ranks, self._device, self._interval = ranks, torch.device(ranks.device), interval
+        self._ranks, self._device = ranks, torch.device(ranks.device)
+        self._interval = Interval(interval, "memory checkpoints", ranks)
+        # Where ranks compute on the CPU, waits for other ranks cost nothing, and the thread takes time from this one.
+        self.clock = time.thread_time if self._device.type == "cpu" else time.perf_counter
         self._node = node or f"{node_name()} {folder}"
         nodes = [name.decode() for name in ranks.all_gather_bytes(self._node.encode())]
         self._neighbours = [rank for rank, name in enumerate(nodes) if name == self._node]  # of this node
@@ -87,10 +90,9 @@ class MemoryCheckpoints:
         self._newest = 0  # index of the own file that is not written next
         self._task: Task | None = None
         self._stall_s: float | None = None  # since ``take_stall``
-        # With AUTO: what the last copy took of training, when it began to run beside it, and after which step.
-        self._every, self._next_step, self._num_copies = FIRST_STEPS, -1, 0
+        # What the last copy took of training, when it began to run beside it (by ``clock``), and after which step.
         self._cost_s = self._thread_s = self._went_on = 0.0
-        self._last_step = 0
+        self._last_step = -1
 
     def _open(self, folder: Path) -> None:
         self._folder, self._used = folder, memory_slots.use_folder(folder)
@@ -151,13 +153,9 @@ class MemoryCheckpoints:
 
     def is_due(self, step: int) -> bool:
         """Whether ``step`` is to be copied. Local."""
-        if self._interval != AUTO:
-            return self._interval > 0 and step % self._interval == 0
-        if self._next_step < 0:  # the first steps are not usual
-            self._next_step = step + FIRST_STEPS
-        return step >= self._next_step
+        return self._interval.is_due(step)
 
-    def start(self, slices: Sequence[TensorSlice], header: Manifest) -> None:
+    def start(self, slices: Sequence[TensorSlice], header: Manifest, began: float | None = None) -> None:
         """Begins to copy the state over the older generation, once all ranks have finished the newer one.
 
         Where a rank could not, memory checkpoints end for this process with a warning; the run goes on.
@@ -165,18 +163,21 @@ class MemoryCheckpoints:
         Args:
             slices: of all that this rank needs to go on, in the same order every time.
             header: a manifest without files and tensors.
+            began: by ``clock``, when the caller began to make the two; None: now.
         """
-        began = time.perf_counter()
+        stall_began = time.perf_counter()
+        began = self.clock() if began is None else began
         error = self._join()
         failure = self._ranks.first_failure(error)
         if failure is not None:
-            self._interval = 0
+            self._interval = Interval(0, "", self._ranks)
             if error is not None or self._ranks.rank == 0:
                 reason = error or f"see the message of rank {failure[0]}"
                 log.warning("the memory checkpoint failed, and no more are made in this process: %s", reason)
             return
-        if self._interval == AUTO:
-            self._choose_interval(header.step, began)
+        if self._interval.is_auto and self._last_step >= 0:
+            step_s = (began - self._went_on) / max(1, header.step - self._last_step)
+            self._interval.choose(self._cost_s, step_s)
         self._newest = 1 - self._newest
         file, manifest = self._own[self._newest], header.to_bytes().decode()
         file.clear()
@@ -194,15 +195,18 @@ class MemoryCheckpoints:
         }
         copy = self._copies[self._newest] if self._copies else None
         self._task = Task(lambda: self._finish(file, copy, header.step, index))
-        self._num_copies, self._last_step, self._went_on = self._num_copies + 1, header.step, time.perf_counter()
+        self._interval.done(header.step)
+        self._last_step, self._went_on = header.step, self.clock()
         self._cost_s = self._went_on - began
-        self._stall_s = (self._stall_s or 0.0) + self._cost_s
+        self._stall_s = (self._stall_s or 0.0) + time.perf_counter() - stall_began
 
     def _finish(self, file: StateFile, copy: StateFile | None, step: int, index: dict[str, Any]) -> None:
         """Completes this rank's file and exchanges it with the buddies; in the background."""
+        began = time.thread_time()
         _, error = attempt(lambda: self._complete(file, step, index))
         if copy is not None:  # also after an error: the buddies wait for this rank
             self._exchange(file, self._target, copy, self._source)
+        self._thread_s += time.thread_time() - began
         if error is not None:
             raise error
 
@@ -223,16 +227,6 @@ class MemoryCheckpoints:
         self._cost_s += stall + (self._thread_s if self._device.type == "cpu" else 0.0)
         return error
 
-    def _choose_interval(self, step: int, now: float) -> None:
-        """Chooses the steps to the next copy from the cost of the last one and the time of the steps since."""
-        if self._num_copies >= 2:  # the first one is not usual
-            step_s = (now - self._went_on) / max(1, step - self._last_step)
-            self._every = agreed_interval(self._cost_s, step_s, self._ranks)
-            if self._num_copies == 2:
-                text = "memory checkpoints every %d steps: a copy costs %.4f s, a step takes %.3f s"
-                log.info(text, self._every, self._cost_s, step_s)
-        self._next_step = step + self._every
-
     def before_update(self) -> None:
         """Queues the coming update behind a copy that is under way. Call it before every optimizer step. Local."""
         for file in self._own:
@@ -248,7 +242,8 @@ class MemoryCheckpoints:
         self._join()
         for file in self._own + self._copies:
             file.clear()
-        self._num_copies, self._next_step = 0, -1  # training may go on from an earlier step
+        self._interval.restart()
+        self._last_step = -1
 
     def close(self) -> None:
         """Frees the memory; the run is over. Local."""

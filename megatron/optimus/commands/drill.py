@@ -486,7 +486,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     options.steps = options.steps or (_STEPS if is_cpu else _STEPS_ON_DEVICE)
     if options.ranks < 2 or options.ranks % options.nodes:
         raise ConfigError(f"--ranks={options.ranks} must be 2 or more and a multiple of --nodes={options.nodes}")
-    problems = {name: "" if is_cpu else _device_problem(fault, options) for name, fault in FAULTS.items()}
+    problems = {name: _problem(fault, options) for name, fault in FAULTS.items()}
     possible = [name for name, fault in FAULTS.items() if not problems[name] and (is_cpu or not fault.needs_tcp)]
     names = possible if options.faults is None else options.faults.split(",")
     if not names:
@@ -496,10 +496,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
             raise ConfigError(f"unknown fault {name!r} in --faults; {did_you_mean(name, FAULTS, 'see --help')}")
         if problems[name]:
             raise ConfigError(f"--faults={name}: {problems[name]}")
-    if options.nodes < 2 and options.faults is None:
-        names = [name for name in names if name != "two-nodes"]
-    if options.nodes < 2 and "two-nodes" in names:
-        raise ConfigError("two-nodes needs --nodes=2 or more")
     if options.out.exists() and any(options.out.iterdir()):
         raise ConfigError(f"{options.out} is not empty; name a new folder with --out")
     options.faults = [FAULTS[name] for name in names]
@@ -508,9 +504,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def _device_problem(fault: Fault, options: argparse.Namespace) -> str:
-    """Why a fault cannot be injected on this machine's accelerators, "" where it can: each rank needs one."""
+def _problem(fault: Fault, options: argparse.Namespace) -> str:
+    """Why a fault cannot be injected into such a run on this machine, "" where it can."""
     kind = options.device.value
+    if fault.name == "two-nodes" and options.nodes < 2:
+        return "it needs --nodes=2 or more"
+    if options.device is Device.CPU:
+        return ""
     if fault.needs_agents and options.device is not Device.CUDA:
         return f"--device={kind} cannot be divided among simulated nodes; use --device=cpu or cuda"
     seen, needed = device_count(kind), options.ranks // (options.nodes if fault.needs_agents else 1)

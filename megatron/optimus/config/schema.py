@@ -502,11 +502,14 @@ class TrainingConfig:
     integrity_interval: int = option(
         0,
         "steps between comparisons of checksums of weights and optimizer states, which find flipped bits; auto (-1): "
-        "so that they cost 1% of a step; 0: never",
+        "so that they cost 0.5% of the time; 0: never",
         words={"auto": -1},
     )
     integrity_gradient_interval: int = option(
-        0, "steps between comparisons of a micro-batch's gradient that two ranks compute; 0: never"
+        0,
+        "steps between comparisons of a micro-batch's gradient that two ranks compute; auto (-1): so that they cost "
+        "0.5% of the time, and at least every save_interval; 0: never",
+        words={"auto": -1},
     )
     exit_interval: int = option(0, "save and stop at a step that is a multiple of this; 0: never")
     deterministic: bool = option(False, "use deterministic kernels only; others raise an error")
@@ -528,8 +531,8 @@ class TrainingConfig:
     def __post_init__(self) -> None:
         at_least(self, 1, "train_iters", "micro_batch_size", "global_batch_size", "seq_length", "eval_iters")
         at_least(self, 0, "seed", "eval_interval", "exit_interval")
-        at_least(self, 0, "max_rollbacks", "rollback_margin", "integrity_gradient_interval")
-        at_least(self, -1, "integrity_interval")
+        at_least(self, 0, "max_rollbacks", "rollback_margin")
+        at_least(self, -1, "integrity_interval", "integrity_gradient_interval")
         at_least(self, 1, "eval_tasks_interval", "eval_tasks_limit")
         require(
             min(self.iterations_to_skip, default=1) >= 1,
@@ -647,7 +650,7 @@ class CheckpointConfig:
     memory_checkpoint_interval: int = option(
         0,
         "under optimus launch --max-restarts: steps between copies of the training state to host memory, from which a "
-        "restart goes on; auto (-1): so that they cost 1% of a step; 0: none",
+        "restart goes on; auto (-1): so that they cost 0.5% of the time; 0: none",
         words={"auto": -1},
     )
     load_optim: bool = option(

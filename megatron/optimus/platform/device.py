@@ -246,6 +246,7 @@ class DeviceEvent:
     def __init__(self, device: torch.device) -> None:
         self._event: Any = None
         self._time = time.perf_counter()  # for cpu, where work is done when its call returns
+        self._work_time = time.thread_time()
         if device.type == "mps":
             self._event = torch.mps.Event(enable_timing=True)
             self._event.record()
@@ -265,6 +266,10 @@ class DeviceEvent:
             return self._time - earlier._time
         self._event.synchronize()
         return float(earlier._event.elapsed_time(self._event)) / 1e3
+
+    def work_seconds_since(self, earlier: DeviceEvent) -> float:
+        """As ``seconds_since``; on cpu without waits for other ranks and programs: CPU time of the calling thread."""
+        return self._work_time - earlier._work_time if self._event is None else self.seconds_since(earlier)
 
 
 class AsyncHostCopy:

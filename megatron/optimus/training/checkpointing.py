@@ -36,6 +36,7 @@ from megatron.optimus.models.decoder import Decoder
 from megatron.optimus.platform import environment, memory_slots
 from megatron.optimus.platform.device import device_name
 from megatron.optimus.platform.files import delete_tree
+from megatron.optimus.platform.intervals import is_multiple
 from megatron.optimus.platform.memory import needs_memory
 from megatron.optimus.platform.ranks import Ranks
 from megatron.optimus.platform.seeding import rng_state, set_rng_state
@@ -168,7 +169,7 @@ class Checkpoints:
         self._postponed.append(step)
 
     def _any_due(self, step: int, interval: int) -> bool:
-        return any(_is_due(one, interval) for one in (*self._postponed, step))
+        return any(is_multiple(one, interval) for one in (*self._postponed, step))
 
     def _model_is_due(self, step: int) -> bool:
         return self._any_due(step, self._config.checkpoint.model_only_save_interval)
@@ -186,7 +187,8 @@ class Checkpoints:
         self._last_step = step if is_exiting else -1
         self._note(self._saver.poll())
         if self._memory is not None and self._memory_is_due(step) and not is_exiting:
-            self._memory.start(self._memory_slices(), self._header("full", step, consumed_samples))
+            began = self._memory.clock()
+            self._memory.start(self._memory_slices(), self._header("full", step, consumed_samples), began)
         uploads = is_exiting or self._any_due(step, options.save_interval * options.checkpoint_mirror_interval)
         if uploads and self._mirror is not None:
             self._to_upload.add(step)
@@ -611,10 +613,6 @@ def has_own_checkpoint(run: RunContext) -> bool:
     if options.memory_checkpoint_interval != 0:
         is_there = is_there or memory_slots.newest_step(environment.memory_folder()) >= 0
     return run.ranks.start_all_reduce_min(-int(is_there))() < 0 and run.config.optimizer.zero_stage < 3
-
-
-def _is_due(step: int, interval: int) -> bool:
-    return interval > 0 and step % interval == 0
 
 
 def _packages() -> dict[str, Any]:

@@ -5,7 +5,8 @@ Three comparisons, all exact (deepspeed_ext/zero/checksums.py):
 2. Parameters right before an update, over the ranks that hold the same.
 3. The gradient of a micro-batch, which another data-parallel copy of the model computes too. The copies take turns.
 
-With ``--integrity-interval auto`` 1 and 2 are done as often as takes a hundredth of the steps' time, which is measured.
+With ``--integrity-interval auto`` 1 and 2 are done as often as takes a two-hundredth of the steps' time, which is
+measured, and with ``--integrity-gradient-interval auto`` 3 is.
 
 The host reads 1 and 2 with the numbers of the step, so a run that goes wrong does one or two more updates; no step is
 saved that was not compared. 3 waits for the device, and comes before the update. What is found ends the run: the
@@ -31,11 +32,12 @@ from megatron.optimus.context import RunContext
 from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.loader import Batch, BatchLoader
 from megatron.optimus.platform.device import DeviceEvent
-from megatron.optimus.platform.intervals import AUTO, FIRST_STEPS, agreed_interval
+from megatron.optimus.platform.intervals import Interval
 from megatron.optimus.platform.metrics import Recorder
 from megatron.optimus.training.engine import Engine, StateChecksums, checksum, checksums
 from megatron.optimus.training.health import IntegrityError
 from megatron.optimus.training.pipeline_schedule import Schedule
+from megatron.optimus.training.timing import StepTime
 
 logger = logging.getLogger("optimus")
 
@@ -65,12 +67,14 @@ class Integrity:
     def __init__(self, run: RunContext, engine: Engine, schedule: Schedule, data: BatchLoader, step: int) -> None:
         self._run, self._engine, self._schedule, self._data = run, engine, schedule, data
         training = run.config.training
-        self._interval, self._gradient_interval = training.integrity_interval, training.integrity_gradient_interval
-        self._states = StateChecksums(engine.optimizer) if self._interval else None
-        # With AUTO: the step compared next, and when the device took checksums for a step and compared it.
-        self._every, self._next_step, self._num_compared = FIRST_STEPS, step + FIRST_STEPS, 0
+        self._interval = Interval(training.integrity_interval, "integrity checks", run.ranks)
+        saves = run.config.checkpoint.save_interval  # what a checkpoint holds was compared not long before
+        self._gradient_interval = Interval(training.integrity_gradient_interval, "gradient checks", run.ranks, saves)
+        self._states = StateChecksums(engine.optimizer) if training.integrity_interval else None
         self._queued = step  # the step whose update was queued last
+        # With AUTO: when the device took checksums for a step and compared it, and when it compared gradients in one.
         self._spans: dict[int, list[tuple[DeviceEvent, DeviceEvent]]] = {}
+        self._gradient_spans: dict[int, tuple[DeviceEvent, DeviceEvent]] = {}
         self._recent: deque[_Comparison] = deque(maxlen=2)  # the host may be one step behind
         self._verified_step = step  # its gradients, and those before, came out right when they were compared last
         self._is_announced = False
@@ -84,13 +88,13 @@ class Integrity:
         if not self._is_announced:  # a name that comes later is reduced one step late
             recorder.add(METRIC, 0.0, "sum", 0.0)
             self._is_announced = True
-        if not self._is_due(step):
+        if not self._interval.is_due(step):
             return
         with self._timing(step):
             changed = self._states.changed()
             self._states.forget()  # those of a later step, which are not taken where the step before it is left out
             replicas = self._states.replicas()
-        self._next_step = step + self._every
+        self._interval.done(step)
         self._recent.append(_Comparison(step, changed, replicas))
         counts = [(sums != sums[:1]).sum() for _, _, sums in replicas] + ([] if changed is None else [changed.sum()])
         count = torch.stack(counts).sum() if counts else torch.zeros((), dtype=torch.int64)
@@ -99,43 +103,37 @@ class Integrity:
     def after_update(self, step: int) -> None:
         """Takes the checksums that the next step compares. Call when the update of ``step`` is queued."""
         self._queued = step
-        if self._states is not None and self._is_due(step + 1):
+        if self._states is not None and self._interval.is_due(step + 1):
             with self._timing(step + 1):
                 self._states.record()
-
-    def _is_due(self, step: int) -> bool:
-        return step >= self._next_step if self._interval == AUTO else step % self._interval == 0
 
     @contextmanager
     def _timing(self, compared_step: int) -> Iterator[None]:
         begin = DeviceEvent(self._run.device)
         yield
-        if self._interval == AUTO:
+        if self._interval.is_auto:
             self._spans.setdefault(compared_step, []).append((begin, DeviceEvent(self._run.device)))
 
-    def choose_interval(self, step: int, seconds: float) -> None:
+    def choose_intervals(self, step: int, time: StepTime) -> None:
         """With AUTO, chooses the steps to the next comparison after one, from its cost. Collective then.
 
         Args:
             step: whose numbers the host has just read.
-            seconds: what the step took, comparisons included.
+            time: of that step, comparisons included.
         """
+        gradient_s = 0.0
+        if step in self._gradient_spans:
+            begin, end = self._gradient_spans.pop(step)
+            gradient_s = end.work_seconds_since(begin)
+            self._gradient_interval.choose(gradient_s, time.work_seconds - gradient_s, earliest=self._queued + 1)
         if step not in self._spans:
             return
         spans = self._spans.pop(step)  # of the step before, and of this one
-        costs = [end.seconds_since(begin) for begin, end in spans]
-        self._num_compared += 1
-        if self._num_compared < 2:  # the first one is not usual
-            return
-        cost_s, step_s = sum(costs), seconds - costs[-1]
+        costs = [end.work_seconds_since(begin) for begin, end in spans]
+        step_s = time.work_seconds - costs[-1] - gradient_s
         for begin, end in self._spans.get(step + 1, [])[:1]:  # its checksums were taken in this step
-            step_s -= end.seconds_since(begin)
-        self._every = agreed_interval(cost_s, step_s, self._run.ranks)
-        if self._next_step > self._queued + 1:  # else its checksums have been taken
-            self._next_step = max(step + self._every, self._queued + 2)
-        if self._num_compared == 2:
-            text = "integrity checks every %d steps: one costs %.4f s, a step takes %.3f s"
-            logger.info(text, self._every, cost_s, step_s)
+            step_s -= end.work_seconds_since(begin)
+        self._interval.choose(sum(costs), step_s, earliest=self._queued + 2)  # checksums are taken a step before
 
     def forget(self) -> None:
         """Drops the checksums of states. Call when states have changed by other means than an update."""
@@ -167,10 +165,10 @@ class Integrity:
         Raises:
             IntegrityError: on every rank, where any two of them differ.
         """
-        if not self._gradient_interval or step % self._gradient_interval:
+        if not self._gradient_interval.is_due(step):
             return
-        mesh = self._run.mesh
-        source = gradient_source(mesh.layout, mesh.index("dp"), step // self._gradient_interval)
+        begin, mesh = DeviceEvent(self._run.device), self._run.mesh
+        source = gradient_source(mesh.layout, mesh.index("dp"), step // self._gradient_interval.steps)
         read = partial(self._data.batch_of_rank, consumed_samples, source, count=1)
         [other] = self._run.ranks.run_on_all_ranks(read, "reading another rank's data", DataError)
         both = (batches[0], other.to(self._run.device))
@@ -178,6 +176,9 @@ class Integrity:
         bad = differing(first)
         if not bad:
             self._verified_step = step - 1
+            self._gradient_interval.done(step)
+            if self._gradient_interval.is_auto:
+                self._gradient_spans[step] = begin, DeviceEvent(self._run.device)
             return
         again = self._exchange(both, source)
         text, is_unsteady = describe_gradients(first, again, bad)

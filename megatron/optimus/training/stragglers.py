@@ -47,7 +47,7 @@ class StepSampler:
 
     def __init__(self) -> None:
         self._thread_id, self._began = threading.get_ident(), time.monotonic()
-        self._places: Counter[str] = Counter()
+        self._places: Counter[tuple[str, str, int]] = Counter()  # function, file and line
         self._samples = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._sample, name="step sampler", daemon=True)
@@ -63,7 +63,7 @@ class StepSampler:
         seconds = (time.monotonic() - self._began) / steps
         self.stop()
         share = self._places.total() / self._samples if self._samples >= _FEWEST_SAMPLES else -1.0
-        where = self._places.most_common(1)[0][0] if self._places else ""
+        where = "".join(f"{name} ({Path(file).name}:{line})" for (name, file, line), _ in self._places.most_common(1))
         own = json.dumps([socket.gethostname(), share * seconds, seconds, where])
         found = [OwnWork(rank, *json.loads(part)) for rank, part in enumerate(ranks.all_gather_bytes(own.encode()))]
         slow, usual = stragglers(found)
@@ -80,7 +80,7 @@ class StepSampler:
             frame = sys._current_frames().get(self._thread_id)
             self._samples += 1
             if frame is not None and not _is_waiting(frame):
-                self._places[f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"] += 1
+                self._places[frame.f_code.co_name, frame.f_code.co_filename, frame.f_lineno] += 1
 
 
 def stragglers(found: list[OwnWork]) -> tuple[list[OwnWork], float]:

@@ -36,6 +36,13 @@ class StepTime:
         return self.end.seconds_since(self.begin) - _total(self.pauses) - _total(self.one_off_pauses)
 
     @property
+    def work_seconds(self) -> float:
+        """As ``seconds``; on the CPU without waits for other ranks (``DeviceEvent.work_seconds_since``)."""
+        assert self.end is not None
+        pauses = [*self.pauses, *self.one_off_pauses]
+        return self.end.work_seconds_since(self.begin) - sum(end.work_seconds_since(begin) for begin, end in pauses)
+
+    @property
     def pause(self) -> float:
         """Recurring pauses before the step."""
         return _total(self.pauses)

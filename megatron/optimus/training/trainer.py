@@ -37,6 +37,7 @@ from megatron.optimus.models.decoder import Decoder
 from megatron.optimus.ops import fp8
 from megatron.optimus.platform import device as devices
 from megatron.optimus.platform import heartbeat
+from megatron.optimus.platform.intervals import is_multiple
 from megatron.optimus.platform.memory import needs_memory
 from megatron.optimus.platform.metrics import PendingTotals, Recorder
 from megatron.optimus.platform.signals import StopRequest
@@ -393,10 +394,10 @@ class Trainer:
             if self.queued is not None:
                 self._finish_step(self.queued, metrics_logger)
             self.queued = queued
-            evaluates = _is_due(self.step, training.eval_interval)
+            evaluates = is_multiple(self.step, training.eval_interval)
             evaluates = evaluates or (training.eval_interval > 0 and self.step == self.last_step)
             is_exiting = (
-                self.stop_requested or self.step == self.last_step or _is_due(self.step, training.exit_interval)
+                self.stop_requested or self.step == self.last_step or is_multiple(self.step, training.exit_interval)
             )
             asks = self._tasks_are_due()
             if evaluates or asks or is_exiting or self.checkpoints.is_due(self.step) or not self.is_async_device:
@@ -497,7 +498,7 @@ class Trainer:
         loss = others.pop("loss", 0.0)
         with self.run.ranks.failing_alike():
             self.integrity.judge(queued.step, result.metrics)
-            self.integrity.choose_interval(queued.step, queued.time.seconds)
+            self.integrity.choose_intervals(queued.step, queued.time)
             self._judge(queued.step, loss, result, others)
         if unreadable is not None:
             logger.info("validation data cannot be read: saving step %d", self.step)
@@ -535,7 +536,7 @@ class Trainer:
             return {name: loss_over(self.run, loader, self.schedule, bytes_V) for name, loader in sets}
 
     def _tasks_are_due(self) -> bool:
-        is_due = _is_due(self.step, self.config.training.eval_tasks_interval) or self.step == self.last_step
+        is_due = is_multiple(self.step, self.config.training.eval_tasks_interval) or self.step == self.last_step
         return self.tasks is not None and is_due
 
     def _save(self, *, is_exiting: bool) -> None:
@@ -642,7 +643,7 @@ class Trainer:
         if self.sampler is not None and done % interval == steps:
             self.sampler.report(self.run.ranks, steps)
             self.sampler = None
-        if _is_due(done, interval):
+        if is_multiple(done, interval):
             with self.clock.pause():
                 slow = check_devices(self.run)
             if slow:
@@ -656,7 +657,3 @@ class Trainer:
         self.checkpoints.close()
         for loader in (self.data.train, *self.data.valid.values(), *self.data.test.values()):
             loader.close()
-
-
-def _is_due(step: int, interval: int) -> bool:
-    return interval > 0 and step % interval == 0

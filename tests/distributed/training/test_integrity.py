@@ -18,6 +18,7 @@ from tests.integration.conftest import TINY, write_corpus
 
 OPTIONS = "--train-iters 10 --eval-interval 0 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"
 CHECKS = "--integrity-interval 1 --integrity-gradient-interval 2"
+AUTO_CHECKS = "--integrity-interval auto --integrity-gradient-interval auto"
 
 
 class _LateGather:
@@ -87,6 +88,7 @@ def _fit(rank: int, world: int, folder: str, name: str, words: str, *, late: boo
 
 def _recover(rank: int, world: int, folder: str) -> dict[str, Any]:
     from megatron.optimus.training.engine import init_engine, shutdown_engine
+    from megatron.optimus.training.integrity import Integrity
 
     init_engine(timedelta(seconds=60))
     _fit(rank, world, folder, "unchecked", "", late=True)
@@ -100,7 +102,10 @@ def _recover(rank: int, world: int, folder: str) -> dict[str, Any]:
     # The checksums that step 6 would be compared with are not taken, as step 5 is left out.
     skipping = "--integrity-interval 3 --iterations-to-skip 5"
     found["skipping"] = _fit(rank, world, folder, "skipping", skipping, late=True)
-    found["auto"] = _fit(rank, world, folder, "auto", "--integrity-interval auto", late=True, flips_in=5)
+    found["auto"] = _fit(rank, world, folder, "auto", AUTO_CHECKS, late=True, flips_in=5)
+    right = Integrity._gradient
+    with patch.object(Integrity, "_gradient", lambda self, batch: right(self, batch) + (rank == 1)):
+        found["auto gradients"] = _fit(rank, world, folder, "wrong", AUTO_CHECKS, late=True)
     shutdown_engine()
     return found
 
@@ -125,6 +130,10 @@ def test_recovery_is_from_before_the_flip(tmp_path: Path) -> None:
     assert {one["skipping"] for one in found} == {""}
     [text] = {one["auto"] for one in found}  # which compares steps 3 and 6 before it chooses
     assert "silent data corruption in step 6: exp_avg_sq" in text and "first on rank 1 of node" in text
+    [text] = {one["auto gradients"] for one in found}
+    assert (
+        text.startswith("step 2: silent data corruption in step 3: ranks ") and "computed different gradients" in text
+    )
     for late, step in ((False, 7), (True, 8)):  # a device that is behind the host has queued one more
         texts = {one[f"late {late}"][0] for one in found}
         [text] = texts

@@ -59,6 +59,7 @@ def test_gpus_say_which_faults_are_possible(
         (["--faults", "agent", "--device", "xpu"], "--faults=agent: --device=xpu cannot be divided"),
         (["--faults", "agent", "--device", "cuda"], "a simulated node has 2 ranks, each on a cuda device of its"),
         (["--device", "cuda"], "this machine has 4 ranks, each on a cuda device of its own, and 0 are seen"),
+        (["--faults", "two-nodes", "--nodes", "1"], "--faults=two-nodes: it needs --nodes=2 or more"),
         (["--ranks", "3"], "--ranks=3 must be 2 or more and a multiple of --nodes=2"),
         (["--out", "/"], "/ is not empty"),
     ],

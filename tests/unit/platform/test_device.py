@@ -166,6 +166,7 @@ def test_marks_are_passed_in_their_order_on_a_cpu() -> None:
     time.sleep(0.02)
     second = DeviceEvent(CPU)
     assert 0.02 <= second.seconds_since(first) < 5 and first.seconds_since(first) == 0.0
+    assert 0 <= second.work_seconds_since(first) < 0.02  # a wait is no work
 
 
 @pytest.mark.parametrize("kind", ["cuda", "xpu"])

@@ -61,12 +61,12 @@ class Event:
     def __init__(self, device: torch.device) -> None:
         self.time = States.now
 
-    def seconds_since(self, earlier: Event) -> float:
+    def work_seconds_since(self, earlier: Event) -> float:
         return self.time - earlier.time
 
 
 @pytest.mark.parametrize("delay", [0, 1])
-@pytest.mark.parametrize(("others_s", "every"), [(0.41, 6), (3.0, 1), (0.0505, 48)])
+@pytest.mark.parametrize(("others_s", "every"), [(0.41, 12), (6.0, 1), (0.0505, 96)])
 def test_auto_is_chosen_from_what_comparisons_cost(
     delay: int, others_s: float, every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -78,20 +78,52 @@ def test_auto_is_chosen_from_what_comparisons_cost(
     checks = integrity.Integrity(run, SimpleNamespace(optimizer=None), None, None, 10)  # type: ignore[arg-type]
     states = checks._states = States()  # type: ignore[assignment]
     recorder, began, seconds = Recorder(Ranks.alone()), States.now, {}
-    for step in range(11, 300):
+    for step in range(11, 500):
         states.step = step
         States.now += others_s
         checks.before_update(step, recorder)
         checks.after_update(step)
         seconds[step], began = States.now - began, States.now
         if step - delay in seconds:
-            checks.choose_interval(step - delay, seconds[step - delay])
+            checks.choose_intervals(step - delay, SimpleNamespace(work_seconds=seconds[step - delay]))  # type: ignore[arg-type]
     assert states.compared[:2] == [13, 16] and {step + 1 for step in states.recorded_after} >= {*states.compared}
     distances = {later - earlier for earlier, later in itertools.pairwise(states.compared[3:])}
     assert distances == {every}
     first = states.compared[3]  # from here on every interval costs the same
     cost_s = sum(seconds[step] - others_s for step in range(first, first + every))
-    assert cost_s <= 0.01 * every * others_s
+    assert cost_s <= 0.005 * every * others_s
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize(("saves", "every"), [(0, 40), (25, 25)])
+def test_auto_is_chosen_from_what_gradients_cost(
+    delay: int, saves: int, every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Comparisons of 20 ms in steps of 100 ms, and at least every ``save_interval``."""
+    monkeypatch.setattr(integrity, "DeviceEvent", Event)
+    words = f"--integrity-gradient-interval auto --save-interval {saves} --device cpu".split()
+    mesh = SimpleNamespace(layout=Layout.from_config(ParallelConfig(), 4), index=lambda axis: 0, ranks=lambda axis: [0])
+    run = SimpleNamespace(config=load(words).config, device=torch.device("cpu"), ranks=Ranks.alone(), mesh=mesh)
+    data = SimpleNamespace(batch_of_rank=lambda position, source, count: [torch.zeros(1)])
+    checks = integrity.Integrity(run, SimpleNamespace(optimizer=None), None, data, 10)  # type: ignore[arg-type]
+    compared: list[int] = []
+
+    def exchange(both: object, source: int) -> list[GradientChecksums]:
+        States.now += 0.0198
+        compared.append(step)
+        return [GradientChecksums("host", 0, [1], [1])]
+
+    monkeypatch.setattr(checks, "_exchange", exchange)
+    seconds, began = {}, States.now
+    for step in range(11, 300):
+        checks.check_gradients(step, 0, [torch.zeros(1)])  # type: ignore[list-item]
+        States.now += 0.1
+        checks.after_update(step)
+        seconds[step], began = States.now - began, States.now
+        if step - delay in seconds:
+            checks.choose_intervals(step - delay, SimpleNamespace(work_seconds=seconds[step - delay]))  # type: ignore[arg-type]
+    assert compared[:3] == [13, 16, 16 + every]
+    assert {later - earlier for earlier, later in itertools.pairwise(compared[2:])} == {every}
 
 
 def test_a_majority_names_the_rank() -> None:
