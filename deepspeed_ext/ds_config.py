@@ -114,7 +114,6 @@ def zero_options(config: Mapping[str, Any]) -> ZeroOptions:
         overlap_comm=zero.get("overlap_comm") is not False,
         max_norm=number("gradient_clipping", get_gradient_clipping(config)),
         check_grad_overflow=bf16.check_grad_overflow or not bf16.enabled,
-        average=True,
         loss_scale=_loss_scale(config),
         **own_section(config.get("deepspeed_ext") or {}, _OWN_OPTIONS),
     )

@@ -13,7 +13,7 @@ To add an optimizer, write one file here with both classes; it is found by the n
 - sums over whole tensors: a ``TensorOptimizer`` with ``update_tensors_`` (lars.py);
 - whole matrices: a ``MatrixOptimizer`` with ``update_matrices_`` (muon.py is the example); where the states are whole
   matrices too, an ``OwnerOptimizer`` with ``matrix_states`` and ``direction`` (soap.py), and a ``MatrixAndAdamW``;
-- either way a ``ShardableOptimizer`` with the options, whose ``shard_optimizer`` returns it.
+- either way a ``ShardableOptimizer`` with the options, whose ``rule`` it is.
 
 Checkpoints, resharding and 8-bit states need nothing more; the update itself must honour ``StepScalars.skip``. The
 names in ``state_kinds`` must not change, since checkpoints hold states under them. tests/unit/deepspeed_ext/optimizers/

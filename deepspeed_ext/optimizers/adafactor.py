@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from deepspeed_ext.optimizers.base import Shard, ShardableOptimizer, ShardOptimizer, StepScalars
+from deepspeed_ext.optimizers.base import Shard, ShardableOptimizer, StepScalars
 from deepspeed_ext.optimizers.blocks import check_options
 from deepspeed_ext.optimizers.whole_tensors import (
     Rounds,
@@ -140,9 +140,9 @@ class ShardAdafactor(TensorOptimizer):
         row_R, column_C = tensors.state[ROW], tensors.state[COLUMN]
         rows_R, columns_C = (torch.zeros(len(one), dtype=wide, device=tensors.device) for one in (row_R, column_C))
         weights_T = tensors.zeros()
-        for part in tensors.blocks(shards, (), scalars):
-            factors.add(part.runs, part.block.gradient().square(), rows_R, columns_C)
-            part.sum_into(weights_T, part.block.master.square())
+        for block in tensors.blocks(shards, (), scalars):
+            factors.add(block.runs, block.gradient().square(), rows_R, columns_C)
+            block.sum_into(weights_T, block.master.square())
         slots = [torch.zeros(number, dtype=wide, device=tensors.device) for number in factors.num_slots]
         for target, index, sums in zip(slots, factors.slots, (rows_R, columns_C), strict=True):
             target[index] = sums
@@ -165,22 +165,22 @@ class ShardAdafactor(TensorOptimizer):
         scaled_C = torch.where(is_matrix_C, column_C / means_T[factors.owner_of_column_C], 1.0)
 
         own = tensors.zeros()
-        for part in tensors.blocks(shards, (), scalars, options["maximize"]):
-            part.sum_into(own, self._update(part, factors, row_R, scaled_C, eps1).square())
+        for block in tensors.blocks(shards, (), scalars, options["maximize"]):
+            block.sum_into(own, self._update(block, factors, row_R, scaled_C, eps1).square())
         lengths_T = yield own
         root_T = tensors.numels_T.to(wide).sqrt()
         rho = torch.minimum(scalars.step**-0.5, torch.full_like(scalars.step, options["lr"]))
         sizes_T = (weights_T.sqrt() / root_T).clamp(min=options["eps"][1]) * rho
         steps_T = sizes_T / (lengths_T.sqrt() / (root_T * options["clip_threshold"])).clamp(min=1.0)
         decay = 1 - options["lr"] * options["weight_decay"]
-        for part in tensors.blocks(shards, (), scalars, options["maximize"]):
-            update = self._update(part, factors, row_R, scaled_C, eps1)
-            part.block.write_weights(part.block.master * decay - part.spread(steps_T) * update)
+        for block in tensors.blocks(shards, (), scalars, options["maximize"]):
+            update = self._update(block, factors, row_R, scaled_C, eps1)
+            block.write_weights(block.master * decay - block.spread(steps_T) * update)
 
     @staticmethod
-    def _update(part: TensorBlock, factors: _Factors, row_R: Tensor, scaled_C: Tensor, eps1: float) -> Tensor:
-        variance = factors.product(part.runs, row_R, scaled_C, part.block.master)
-        return part.block.gradient() * variance.clamp(min=eps1**2).rsqrt()
+    def _update(block: TensorBlock, factors: _Factors, row_R: Tensor, scaled_C: Tensor, eps1: float) -> Tensor:
+        variance = factors.product(block.runs, row_R, scaled_C, block.master)
+        return block.gradient() * variance.clamp(min=eps1**2).rsqrt()
 
 
 class Adafactor(ShardableOptimizer):
@@ -200,6 +200,8 @@ class Adafactor(ShardableOptimizer):
         ValueError: an option is out of range.
     """
 
+    rule = ShardAdafactor
+
     def __init__(
         self,
         params: Any,
@@ -218,7 +220,3 @@ class Adafactor(ShardableOptimizer):
         options = {"lr": lr, "beta2_decay": beta2_decay, "eps": eps, "weight_decay": weight_decay}
         options |= {"clip_threshold": clip_threshold, "maximize": maximize, "state_dtype": state_dtype}
         super().__init__(params, options)
-
-    def shard_optimizer(self, group: Mapping[str, Any]) -> ShardOptimizer:
-        """See ShardableOptimizer.shard_optimizer."""
-        return ShardAdafactor()

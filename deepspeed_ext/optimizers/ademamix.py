@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed_ext.optimizers.base import ShardableOptimizer, ShardOptimizer
-from deepspeed_ext.optimizers.blocks import BlockOptimizer, MatrixBlock, bias_correction, check_options, wide_dtype
+from deepspeed_ext.optimizers.base import ShardableOptimizer
+from deepspeed_ext.optimizers.blocks import BlockOptimizer, ShardBlock, bias_correction, check_options, wide_dtype
 
 
 def slow_rates(options: Mapping[str, Any], step: Tensor) -> tuple[Tensor | float, Tensor | float]:
@@ -32,7 +32,7 @@ class ShardAdEMAMix(BlockOptimizer):
     state_kinds = ("exp_avg", "exp_avg_sq", "exp_avg_slow")
     unsigned_kinds = frozenset({"exp_avg_sq"})
 
-    def update_block(self, block: MatrixBlock, options: Mapping[str, Any]) -> None:
+    def update_block(self, block: ShardBlock, options: Mapping[str, Any]) -> None:
         """See BlockOptimizer.update_block."""
         (beta1, beta2, _), lr, step = options["betas"], options["lr"], block.scalars.step
         alpha, beta3 = slow_rates(options, step)
@@ -67,6 +67,8 @@ class AdEMAMix(ShardableOptimizer):
         ValueError: an option is out of range.
     """
 
+    rule = ShardAdEMAMix
+
     def __init__(
         self,
         params: Any,
@@ -86,7 +88,3 @@ class AdEMAMix(ShardableOptimizer):
         options = {"lr": lr, "betas": betas, "alpha": alpha, "warmup_iters": warmup_iters, "eps": eps}
         options |= {"weight_decay": weight_decay, "maximize": maximize, "state_dtype": state_dtype}
         super().__init__(params, options)
-
-    def shard_optimizer(self, group: Mapping[str, Any]) -> ShardOptimizer:
-        """See ShardableOptimizer.shard_optimizer."""
-        return ShardAdEMAMix()

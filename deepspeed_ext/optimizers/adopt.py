@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from deepspeed_ext.optimizers.base import ShardableOptimizer, ShardOptimizer
-from deepspeed_ext.optimizers.blocks import BlockOptimizer, MatrixBlock, check_options
+from deepspeed_ext.optimizers.base import ShardableOptimizer
+from deepspeed_ext.optimizers.blocks import BlockOptimizer, ShardBlock, check_options
 
 
 class ShardADOPT(BlockOptimizer):
@@ -21,7 +21,7 @@ class ShardADOPT(BlockOptimizer):
     state_kinds = ("exp_avg", "exp_avg_sq")
     unsigned_kinds = frozenset({"exp_avg_sq"})
 
-    def update_block(self, block: MatrixBlock, options: Mapping[str, Any]) -> None:
+    def update_block(self, block: ShardBlock, options: Mapping[str, Any]) -> None:
         """See BlockOptimizer.update_block. The first step only measures the second moment."""
         (beta1, beta2), lr = options["betas"], options["lr"]
         gradient, m, v = block.gradient(), block.read("exp_avg"), block.read("exp_avg_sq")
@@ -53,6 +53,8 @@ class ADOPT(ShardableOptimizer):
         ValueError: an option is out of range.
     """
 
+    rule = ShardADOPT
+
     def __init__(
         self,
         params: Any,
@@ -67,7 +69,3 @@ class ADOPT(ShardableOptimizer):
         check_options(lr, weight_decay, betas, eps=eps)
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {**options, "maximize": maximize, "state_dtype": state_dtype})
-
-    def shard_optimizer(self, group: Mapping[str, Any]) -> ShardOptimizer:
-        """See ShardableOptimizer.shard_optimizer."""
-        return ShardADOPT()

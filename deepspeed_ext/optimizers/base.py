@@ -94,13 +94,13 @@ class ShardOptimizer(ABC):
     Attributes:
         state_kinds: names of the element-wise states, under which checkpoints hold them ("exp_avg", ...).
         unsigned_kinds: states that are never negative; their 8-bit code is finer.
-        needs_masters: the model computes with other weights than the masters (``write_training_point``), so that fp32
-            parameters have masters beside them too.
+        weight_kinds: states that are weights themselves, as schedule-free's "z". The model then computes with other
+            weights than the masters (``write_training_point``), so that fp32 parameters have masters beside them too.
     """
 
     state_kinds: tuple[str, ...] = ()
     unsigned_kinds: frozenset[str] = frozenset()
-    needs_masters = False
+    weight_kinds: tuple[str, ...] = ()
 
     def new_state(self, shard: Shard, options: Mapping[str, Any]) -> dict[str, Tensor]:
         """Creates the zero states of a shard.
@@ -241,7 +241,7 @@ class MatrixOptimizer(ShardOptimizer):
         """Takes one step on all shards that a rank owns of one flat buffer. Collective over the buffer's group."""
 
 
-BATCH_ELEMENTS = 1 << 26  # of matrices that an optimizer with matrix states works on at once
+BATCH_ELEMENTS = 1 << 26  # of matrices that are worked on at once: Newton-Schulz takes about 6 bytes for each
 
 
 def update_matrices_with_states_(
@@ -315,14 +315,25 @@ class ShardableOptimizer(torch.optim.Optimizer):
     with an fp32 master copy of parameters in a lower precision.
 
     Attributes:
+        rule: the ShardOptimizer.
         needs_groups: its parameter groups must say more than options do, so that a configuration alone cannot name it.
     """
 
+    rule: type[ShardOptimizer]
     needs_groups = False
 
     def shard_optimizer(self, group: Mapping[str, Any]) -> ShardOptimizer:
         """Returns the object that updates the parameters of ``group``."""
-        raise NotImplementedError
+        return self.rule()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores what ``state_dict`` returned. States keep their dtypes; torch would cast them to the parameter's."""
+        super().load_state_dict({**state_dict, "state": {}})
+        params = [param for group in self.param_groups for param in group["params"]]
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        for param, number in zip(params, numbers, strict=True):
+            if number in state_dict["state"]:
+                self.state[param] = _on_device(state_dict["state"][number], param.device)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -342,7 +353,7 @@ class ShardableOptimizer(torch.optim.Optimizer):
         state = self.state[param]
         if not state:
             state["step"] = 0
-            if param.dtype != torch.float32 or not param.is_contiguous() or shard_optimizer.needs_masters:
+            if param.dtype != torch.float32 or not param.is_contiguous() or shard_optimizer.weight_kinds:
                 state["master"] = param.detach().to(torch.float32, copy=True).contiguous().reshape(-1)
         flat = param.detach().reshape(-1)  # a copy only where the parameter is not contiguous
         shard = Shard(
@@ -365,3 +376,10 @@ class ShardableOptimizer(torch.optim.Optimizer):
             shard_optimizer.update_whole_(shard, param, group, scalars)
         if not param.is_contiguous():
             param.copy_(flat.view(param.shape))
+
+
+def _on_device(value: Any, device: torch.device) -> Any:
+    """A state of a parameter, with the tensors of all dictionaries in it on a device."""
+    if isinstance(value, Mapping):
+        return {key: _on_device(inner, device) for key, inner in value.items()}
+    return value.to(device) if isinstance(value, Tensor) else value

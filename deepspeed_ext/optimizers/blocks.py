@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ def block_numel(device: torch.device) -> int:
 
 
 @dataclass
-class MatrixBlock:
+class ShardBlock:
     """A part of a shard in a step. What it reads is fp32 [n]; what it writes changes nothing in a skipped step.
 
     Attributes:
@@ -45,6 +45,7 @@ class MatrixBlock:
     scalars: StepScalars
     kinds: Sequence[str] = ()
     maximize: bool = False
+    _bits: dict[int, Tensor] = field(default_factory=dict, init=False)  # of the stream written last, for two states
 
     @property
     def where(self) -> slice:
@@ -70,8 +71,10 @@ class MatrixBlock:
         stored, scale = self.shard.state[kind], None
         if stored.dtype != torch.float32:
             stream, half = divmod(self.kinds.index(kind), 2)
-            bits = states.random_bits(self.first, value.numel(), self.scalars.step + stream * _STREAM)
-            bits = bits >> 16 if half else bits & 0xFFFF
+            if stream not in self._bits:
+                step = self.scalars.step + stream * _STREAM
+                self._bits = {stream: states.random_bits(self.first, value.numel(), step)}
+            bits = self._bits[stream] >> 16 if half else self._bits[stream] & 0xFFFF
             if stored.dtype == torch.bfloat16:
                 value = states.round_to_bf16(value, bits)
             else:
@@ -90,9 +93,7 @@ class MatrixBlock:
         target.copy_(torch.where(self.scalars.skip != 0, target, value.to(target.dtype)))
 
 
-def blocks_of(
-    shard: Shard, kinds: Sequence[str], scalars: StepScalars, maximize: bool = False, numel: int | None = None
-) -> Iterator[MatrixBlock]:
+def blocks_of(shard: Shard, kinds: Sequence[str], scalars: StepScalars, maximize: bool = False) -> Iterator[ShardBlock]:
     """Yields the blocks of a shard one after the other; none on a CPU in a skipped step.
 
     Args:
@@ -100,18 +101,17 @@ def blocks_of(
         kinds: names of the optimizer's states.
         scalars: of the step.
         maximize: ascend instead of descend.
-        numel: elements of a block; None: as the device needs.
     """
     if scalars.skip.device.type == "cpu" and scalars.skip.item():
         return
-    numel = numel or block_numel(shard.master.device)
+    numel = block_numel(shard.master.device)
     for first in range(0, shard.master.numel(), numel):
         part = slice(first, first + numel)
         scales = slice(first // states.BLOCK, (first + numel) // states.BLOCK)
         state = {
             key: tensor[scales if key.endswith(states.SCALE_SUFFIX) else part] for key, tensor in shard.state.items()
         }
-        yield MatrixBlock(
+        yield ShardBlock(
             Shard(shard.master[part], shard.grad[part], shard.param[part], state), first, scalars, kinds, maximize
         )
 
@@ -125,7 +125,7 @@ class BlockOptimizer(ShardOptimizer):
             self.update_block(block, options)
 
     @abstractmethod
-    def update_block(self, block: MatrixBlock, options: Mapping[str, Any]) -> None:
+    def update_block(self, block: ShardBlock, options: Mapping[str, Any]) -> None:
         """Takes one step on a block: reads gradient, master weights and states, and writes them anew.
 
         Args:

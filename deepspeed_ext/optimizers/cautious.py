@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed_ext.optimizers.base import Shard, ShardableOptimizer, ShardOptimizer, StepScalars
-from deepspeed_ext.optimizers.blocks import MatrixBlock, bias_correction, check_options
+from deepspeed_ext.optimizers.base import Shard, ShardableOptimizer, StepScalars
+from deepspeed_ext.optimizers.blocks import ShardBlock, bias_correction, check_options
 from deepspeed_ext.optimizers.whole_tensors import Rounds, TensorOptimizer, WholeTensors
 
 
@@ -25,16 +25,15 @@ class ShardCautiousAdamW(TensorOptimizer):
         """See TensorOptimizer.update_tensors_. What is kept is scaled up by the share that a tensor keeps."""
         beta1, beta2 = options["betas"]
         own = tensors.zeros()
-        for part in tensors.blocks(shards, self.state_kinds, scalars, options["maximize"]):
-            m, gradient = self._momentum(part.block, beta1)
-            part.sum_into(own, (m * gradient > 0).float())
+        for block in tensors.blocks(shards, self.state_kinds, scalars, options["maximize"]):
+            m, gradient = self._momentum(block, beta1)
+            block.sum_into(own, (m * gradient > 0).float())
         kept = yield own
         scale_T = tensors.numels_T / (kept + 1)
-        for part in tensors.blocks(shards, self.state_kinds, scalars, options["maximize"]):
-            block = part.block
+        for block in tensors.blocks(shards, self.state_kinds, scalars, options["maximize"]):
             m, gradient = self._momentum(block, beta1)
             v = beta2 * block.read("exp_avg_sq") + (1 - beta2) * gradient.square()
-            mask = (m * gradient > 0) * part.spread(scale_T)
+            mask = (m * gradient > 0) * block.spread(scale_T)
             denominator = v.sqrt() / bias_correction(beta2, scalars.step).sqrt() + options["eps"]
             update = mask * m / bias_correction(beta1, scalars.step) / denominator
             decay = 1 - options["lr"] * options["weight_decay"]
@@ -43,7 +42,7 @@ class ShardCautiousAdamW(TensorOptimizer):
             block.write("exp_avg_sq", v)
 
     @staticmethod
-    def _momentum(block: MatrixBlock, beta1: float) -> tuple[Tensor, Tensor]:
+    def _momentum(block: ShardBlock, beta1: float) -> tuple[Tensor, Tensor]:
         gradient = block.gradient()
         return torch.lerp(block.read("exp_avg"), gradient, 1 - beta1), gradient
 
@@ -64,6 +63,8 @@ class CautiousAdamW(ShardableOptimizer):
         ValueError: an option is out of range.
     """
 
+    rule = ShardCautiousAdamW
+
     def __init__(
         self,
         params: Any,
@@ -78,7 +79,3 @@ class CautiousAdamW(ShardableOptimizer):
         check_options(lr, weight_decay, betas, eps=eps)
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {**options, "maximize": maximize, "state_dtype": state_dtype})
-
-    def shard_optimizer(self, group: Mapping[str, Any]) -> ShardOptimizer:
-        """See ShardableOptimizer.shard_optimizer."""
-        return ShardCautiousAdamW()

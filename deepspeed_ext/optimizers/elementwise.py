@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from deepspeed_ext.optimizers.base import Shard, ShardableOptimizer, ShardOptimizer, StepScalars
+from deepspeed_ext.optimizers.blocks import check_options
 from deepspeed_ext.optimizers.kernels import kernels_for
 from deepspeed_ext.optimizers.kernels.options import AdamOptions, KernelOptions, LionOptions, SGDOptions
 
@@ -93,6 +94,8 @@ class Lion(ShardableOptimizer):
         ValueError: an option is out of range.
     """
 
+    rule = ShardLion
+
     def __init__(
         self,
         params: Any,
@@ -103,13 +106,6 @@ class Lion(ShardableOptimizer):
         maximize: bool = False,
         state_dtype: str = "fp32",
     ) -> None:
-        if not lr >= 0 or not weight_decay >= 0:
-            raise ValueError(f"lr={lr} and weight_decay={weight_decay} must not be negative")
-        if not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"betas={betas} are out of range; use 0 <= beta < 1")
+        check_options(lr, weight_decay, betas)
         options = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, {**options, "state_dtype": state_dtype})
-
-    def shard_optimizer(self, group: Mapping[str, Any]) -> ShardOptimizer:
-        """See ShardableOptimizer.shard_optimizer."""
-        return ShardLion()

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed_ext.optimizers.base import Shard, ShardableOptimizer, ShardOptimizer, StepScalars
-from deepspeed_ext.optimizers.blocks import MatrixBlock, bias_correction, check_options
+from deepspeed_ext.optimizers.base import Shard, ShardableOptimizer, StepScalars
+from deepspeed_ext.optimizers.blocks import ShardBlock, bias_correction, check_options
 from deepspeed_ext.optimizers.whole_tensors import Rounds, TensorOptimizer, WholeTensors
 
 
@@ -26,23 +26,22 @@ class ShardLamb(TensorOptimizer):
         """See TensorOptimizer.update_tensors_. The update is computed twice, which needs no memory for it."""
         beta1, beta2 = options["betas"]
         own = tensors.zeros(2)
-        for part in tensors.blocks(shards, self.state_kinds, scalars, options["maximize"]):
-            block = part.block
+        for block in tensors.blocks(shards, self.state_kinds, scalars, options["maximize"]):
             gradient = block.gradient()
             block.write("exp_avg", torch.lerp(block.read("exp_avg"), gradient, 1 - beta1))
             block.write("exp_avg_sq", beta2 * block.read("exp_avg_sq") + (1 - beta2) * gradient.square())
-            part.sum_into(own[0], block.master.square())
-            part.sum_into(own[1], self._direction(block, options).square())
+            block.sum_into(own[0], block.master.square())
+            block.sum_into(own[1], self._direction(block, options).square())
         sums = yield own
         norms, lengths = sums.sqrt().unbind()
         ratios = norms.clamp(max=options["max_weight_norm"]) / (lengths + options["eps"])
         ratios = torch.where((norms > 0) & (lengths > 0), ratios, 1.0)
-        for part in tensors.blocks(shards, self.state_kinds, scalars):
-            step = options["lr"] * part.spread(ratios) * self._direction(part.block, options)
-            part.block.write_weights(part.block.master - step)
+        for block in tensors.blocks(shards, self.state_kinds, scalars):
+            step = options["lr"] * block.spread(ratios) * self._direction(block, options)
+            block.write_weights(block.master - step)
 
     @staticmethod
-    def _direction(block: MatrixBlock, options: Mapping[str, Any]) -> Tensor:
+    def _direction(block: ShardBlock, options: Mapping[str, Any]) -> Tensor:
         m, v, (beta1, beta2) = block.read("exp_avg"), block.read("exp_avg_sq"), options["betas"]
         if options["correct_bias"]:
             m = m / bias_correction(beta1, block.scalars.step)
@@ -68,6 +67,8 @@ class Lamb(ShardableOptimizer):
         ValueError: an option is out of range.
     """
 
+    rule = ShardLamb
+
     def __init__(
         self,
         params: Any,
@@ -85,7 +86,3 @@ class Lamb(ShardableOptimizer):
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         options |= {"max_weight_norm": max_weight_norm, "correct_bias": correct_bias}
         super().__init__(params, {**options, "maximize": maximize, "state_dtype": state_dtype})
-
-    def shard_optimizer(self, group: Mapping[str, Any]) -> ShardOptimizer:
-        """See ShardableOptimizer.shard_optimizer."""
-        return ShardLamb()

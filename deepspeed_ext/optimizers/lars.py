@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from deepspeed_ext.optimizers.base import Shard, ShardableOptimizer, ShardOptimizer, StepScalars
+from deepspeed_ext.optimizers.base import Shard, ShardableOptimizer, StepScalars
 from deepspeed_ext.optimizers.blocks import check_options
 from deepspeed_ext.optimizers.whole_tensors import Rounds, TensorOptimizer, WholeTensors
 
@@ -22,18 +22,17 @@ class ShardLARS(TensorOptimizer):
     ) -> Rounds:
         """See TensorOptimizer.update_tensors_. Vectors (norms, biases) get SGD without weight decay."""
         decay, own = options["weight_decay"], tensors.zeros(2)
-        for part in tensors.blocks(shards, self.state_kinds, scalars):
-            part.sum_into(own[0], part.block.master.square())
-            part.sum_into(own[1], part.block.gradient().square())
+        for block in tensors.blocks(shards, self.state_kinds, scalars):
+            block.sum_into(own[0], block.master.square())
+            block.sum_into(own[1], block.gradient().square())
         sums = yield own
         norms, lengths = sums.sqrt().unbind()
         scale = lengths + decay * norms
         ratios = options["trust_coefficient"] * norms / scale
         ratios = torch.where((norms > 0) & (scale > 0) & tensors.is_matrix_T, ratios, 1.0)
-        for part in tensors.blocks(shards, self.state_kinds, scalars, options["maximize"]):
-            block = part.block
-            update = block.gradient() + decay * part.spread(tensors.is_matrix_T) * block.master
-            buffer = options["momentum"] * block.read("momentum_buffer") + part.spread(ratios) * update
+        for block in tensors.blocks(shards, self.state_kinds, scalars, options["maximize"]):
+            update = block.gradient() + decay * block.spread(tensors.is_matrix_T) * block.master
+            buffer = options["momentum"] * block.read("momentum_buffer") + block.spread(ratios) * update
             block.write_weights(block.master - options["lr"] * buffer)
             block.write("momentum_buffer", buffer)
 
@@ -54,6 +53,8 @@ class LARS(ShardableOptimizer):
         ValueError: an option is out of range.
     """
 
+    rule = ShardLARS
+
     def __init__(
         self,
         params: Any,
@@ -69,7 +70,3 @@ class LARS(ShardableOptimizer):
         options: dict[str, Any] = {"lr": lr, "momentum": momentum, "trust_coefficient": trust_coefficient}
         options |= {"weight_decay": weight_decay, "maximize": maximize, "state_dtype": state_dtype}
         super().__init__(params, options)
-
-    def shard_optimizer(self, group: Mapping[str, Any]) -> ShardOptimizer:
-        """See ShardableOptimizer.shard_optimizer."""
-        return ShardLARS()

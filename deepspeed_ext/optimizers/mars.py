@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed_ext.optimizers.base import Shard, ShardableOptimizer, ShardOptimizer, StepScalars
-from deepspeed_ext.optimizers.blocks import MatrixBlock, bias_correction, check_options
+from deepspeed_ext.optimizers.base import Shard, ShardableOptimizer, StepScalars
+from deepspeed_ext.optimizers.blocks import ShardBlock, bias_correction, check_options
 from deepspeed_ext.optimizers.whole_tensors import Rounds, TensorOptimizer, WholeTensors
 
 
@@ -25,28 +25,27 @@ class ShardMARS(TensorOptimizer):
     ) -> Rounds:
         """See TensorOptimizer.update_tensors_. Vectors (norms, biases) get AdamW with ``vector_betas``."""
         maximize, own = options["maximize"], tensors.zeros()
-        for part in tensors.blocks(shards, self.state_kinds, scalars, maximize):
-            part.sum_into(own, self._corrected(part.block, options).square())
+        for block in tensors.blocks(shards, self.state_kinds, scalars, maximize):
+            block.sum_into(own, self._corrected(block, options).square())
         sums = yield own
         shrink_T = 1 / sums.sqrt().clamp(min=1.0)
         first_T, second_T = map(tensors.choose, options["betas"], options["vector_betas"])
         bias1_T, bias2_T = bias_correction(first_T, scalars.step), bias_correction(second_T, scalars.step)
-        for part in tensors.blocks(shards, self.state_kinds, scalars, maximize):
-            block = part.block
-            gradient, is_matrix = block.gradient(), part.spread(tensors.is_matrix_T) > 0
-            corrected = torch.where(is_matrix, self._corrected(block, options) * part.spread(shrink_T), gradient)
+        for block in tensors.blocks(shards, self.state_kinds, scalars, maximize):
+            gradient, is_matrix = block.gradient(), block.spread(tensors.is_matrix_T) > 0
+            corrected = torch.where(is_matrix, self._corrected(block, options) * block.spread(shrink_T), gradient)
             old_m, old_v = block.read("exp_avg"), block.read("exp_avg_sq")
-            m = old_m + part.spread(1 - first_T) * (corrected - old_m)
-            v = old_v + part.spread(1 - second_T) * (corrected.square() - old_v)
-            denominator = (v.sqrt() + options["eps"]) / part.spread(bias2_T.sqrt(), padding=1.0)
-            update = m / (part.spread(bias1_T, padding=1.0) * denominator)
+            m = old_m + block.spread(1 - first_T) * (corrected - old_m)
+            v = old_v + block.spread(1 - second_T) * (corrected.square() - old_v)
+            denominator = (v.sqrt() + options["eps"]) / block.spread(bias2_T.sqrt(), padding=1.0)
+            update = m / (block.spread(bias1_T, padding=1.0) * denominator)
             decay = 1 - options["lr"] * options["weight_decay"]
             block.write_weights(block.master * decay - options["lr"] * update)
             for kind, value in zip(self.state_kinds, (m, v, gradient), strict=True):
                 block.write(kind, value)
 
     @staticmethod
-    def _corrected(block: MatrixBlock, options: Mapping[str, Any]) -> Tensor:
+    def _corrected(block: ShardBlock, options: Mapping[str, Any]) -> Tensor:
         """Gradient plus its change since the last step, weighted (equation 6 of the paper, approximate form)."""
         beta1, gradient = options["betas"][0], block.gradient()
         return gradient + (options["gamma"] * beta1 / (1 - beta1)) * (gradient - block.read("last_grad"))
@@ -70,6 +69,8 @@ class MARS(ShardableOptimizer):
         ValueError: an option is out of range.
     """
 
+    rule = ShardMARS
+
     def __init__(
         self,
         params: Any,
@@ -87,7 +88,3 @@ class MARS(ShardableOptimizer):
         options = {"lr": lr, "betas": betas, "gamma": gamma, "vector_betas": vector_betas, "eps": eps}
         options |= {"weight_decay": weight_decay, "maximize": maximize, "state_dtype": state_dtype}
         super().__init__(params, options)
-
-    def shard_optimizer(self, group: Mapping[str, Any]) -> ShardOptimizer:
-        """See ShardableOptimizer.shard_optimizer."""
-        return ShardMARS()

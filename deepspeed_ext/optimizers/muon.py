@@ -15,20 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed_ext.optimizers.base import (
-    MatrixOptimizer,
-    Shard,
-    ShardableOptimizer,
-    ShardOptimizer,
-    StepScalars,
-    WholeMatrices,
-)
+from deepspeed_ext.optimizers.base import BATCH_ELEMENTS, MatrixOptimizer, Shard, StepScalars, WholeMatrices
 from deepspeed_ext.optimizers.kernels import kernels_for
 from deepspeed_ext.optimizers.kernels.options import MomentumOptions
-from deepspeed_ext.optimizers.owner_states import ShardAdamOfMatrices
+from deepspeed_ext.optimizers.owner_states import MatrixAndAdamW
 
 NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # the paper's: steepest at zero; singular values end in 0.7 .. 1.2
-_BATCH_ELEMENTS = 1 << 26  # matrices iterated at once: the iteration's workspace is about 6 bytes for each element
 
 
 def orthogonalize(
@@ -48,7 +40,7 @@ def orthogonalize(
     Returns:
         [B, M, N] with singular values between about 0.7 and 1.2.
     """
-    part = max(1, _BATCH_ELEMENTS // matrices_BMN[0].numel())
+    part = max(1, BATCH_ELEMENTS // matrices_BMN[0].numel())
     if matrices_BMN.shape[0] > part:
         parts = [orthogonalize(some, steps, eps, coefficients) for some in matrices_BMN.split(part)]
         return torch.cat(parts)
@@ -119,7 +111,7 @@ class ShardMuon(MatrixOptimizer):
         matrices.transform(updates, lambda batch_BMN: orthogonalize(batch_BMN, steps, eps, coefficients))
 
 
-class Muon(ShardableOptimizer):
+class Muon(MatrixAndAdamW):
     """Muon for parameter groups of matrices, AdamW for groups with ``use_muon=False`` (norms, embeddings, head).
 
     Parameters may have more than two dimensions: leading ones count matrices, see ``base.count_matrices``.
@@ -145,7 +137,7 @@ class Muon(ShardableOptimizer):
         ValueError: an option is out of range, or a Muon group has a parameter of fewer than two dimensions.
     """
 
-    needs_groups = True
+    rule = ShardMuon
 
     def __init__(
         self,
@@ -166,25 +158,12 @@ class Muon(ShardableOptimizer):
         maximize: bool = False,
         state_dtype: str = "fp32",
     ) -> None:
-        if not lr >= 0 or not weight_decay >= 0:
-            raise ValueError(f"lr={lr} and weight_decay={weight_decay} must not be negative")
-        if not all(0 <= beta < 1 for beta in (momentum, *betas)):
-            raise ValueError(f"momentum={momentum}, betas={betas} are out of range; use 0 <= value < 1")
+        if not 0 <= momentum < 1:
+            raise ValueError(f"momentum={momentum} is out of range; use 0 <= value < 1")
         if not 1 <= ns_steps < 100:
             raise ValueError(f"ns_steps={ns_steps} is out of range; use 1 to 99, 5 is usual")
         lr_ratio(adjust_lr_fn, (1, 1))
         options: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov}
         options |= {"ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
-        options |= {"use_muon": use_muon, "betas": betas, "adam_eps": adam_eps, "ns_dtype": ns_dtype}
-        super().__init__(params, {**options, "maximize": maximize, "state_dtype": state_dtype})
-        for group in self.param_groups:
-            for param in group["params"]:
-                if group["use_muon"] and param.dim() < 2:
-                    raise ValueError(
-                        f"Muon needs matrices, a parameter has shape {tuple(param.shape)}; put it into a group with "
-                        "use_muon=False"
-                    )
-
-    def shard_optimizer(self, group: Mapping[str, Any]) -> ShardOptimizer:
-        """See ShardableOptimizer.shard_optimizer."""
-        return ShardMuon() if group["use_muon"] else ShardAdamOfMatrices()
+        options |= {"ns_dtype": ns_dtype, "maximize": maximize}
+        super().__init__(params, options, use_muon=use_muon, betas=betas, adam_eps=adam_eps, state_dtype=state_dtype)

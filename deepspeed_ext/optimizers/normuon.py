@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed_ext.optimizers.base import ShardOptimizer, StepScalars, WholeMatrices
+from deepspeed_ext.optimizers.base import StepScalars, WholeMatrices
 from deepspeed_ext.optimizers.muon import NS_COEFFICIENTS, Muon, ShardMuon, orthogonalize
 
 _EPS = 1e-10
@@ -53,6 +53,8 @@ class NorMuon(Muon):
         ValueError: an option is out of range, or a group of matrices has a parameter of fewer than two dimensions.
     """
 
+    rule = ShardNorMuon
+
     def __init__(
         self,
         params: Any,
@@ -75,7 +77,3 @@ class NorMuon(Muon):
         for group in self.param_groups:
             group.setdefault("beta2", beta2)
         self.defaults["beta2"] = beta2
-
-    def shard_optimizer(self, group: Mapping[str, Any]) -> ShardOptimizer:
-        """See ShardableOptimizer.shard_optimizer."""
-        return ShardNorMuon() if group["use_muon"] else super().shard_optimizer(group)

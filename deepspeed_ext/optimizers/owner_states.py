@@ -1,8 +1,10 @@
-"""What the optimizers share whose states all live with the owners of whole matrices (SOAP, Shampoo, GaLore, Dion).
+"""Bases of matrix optimizers: states that live with each matrix's owner, and AdamW for what is no matrix.
 
-Of such an optimizer one thing is to be written: ``direction``, which turns a batch of whole gradients and their states
-into updates and new states. The gradient travels to the owner and the update returns; weight decay and the step itself
-are taken on the flat shards.
+``OwnerOptimizer`` is the base of SOAP, Shampoo, GaLore and Dion. They write one method, ``direction``, which turns a
+batch of whole gradients and their states into updates and new states. The gradient travels to the owner and the update
+returns; weight decay and the step itself are taken on the flat shards.
+
+``MatrixAndAdamW`` is the torch optimizer of these, of Muon and of NorMuon.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from deepspeed_ext.optimizers.base import (
     StepScalars,
     WholeMatrices,
 )
+from deepspeed_ext.optimizers.blocks import check_options
 from deepspeed_ext.optimizers.elementwise import ShardAdam
 from deepspeed_ext.optimizers.kernels import kernels_for
 
@@ -76,12 +79,10 @@ class MatrixAndAdamW(ShardableOptimizer):
 
     Attributes:
         rule: updates the matrices.
-        has_flat_states: the rule keeps states as flat shards, which ``state_dtype`` may keep in fewer bits.
     """
 
     needs_groups = True
     rule: type[MatrixOptimizer]
-    has_flat_states = False
 
     def __init__(
         self,
@@ -107,18 +108,15 @@ class MatrixAndAdamW(ShardableOptimizer):
             ValueError: an option is out of range, or a group of matrices has a parameter of fewer than two dimensions.
         """
         name = type(self).__name__
-        if not options["lr"] >= 0 or not options["weight_decay"] >= 0:
-            raise ValueError(f"lr={options['lr']} and weight_decay={options['weight_decay']} must not be negative")
-        for kind in ("betas", "matrix_betas"):
-            values = betas if kind == "betas" else options.get(kind, ())
-            if not all(0 <= beta < 1 for beta in values):
-                raise ValueError(f"{kind}={values} are out of range; use 0 <= value < 1")
+        check_options(options["lr"], options["weight_decay"], betas)
+        if not all(0 <= beta < 1 for beta in options.get("matrix_betas", ())):
+            raise ValueError(f"matrix_betas={options['matrix_betas']} are out of range; use 0 <= value < 1")
         adamw = {"use_muon": use_muon, "betas": betas, "adam_eps": adam_eps, "state_dtype": state_dtype}
         super().__init__(params, {**options, **adamw})
         for group in self.param_groups:
             if not group["use_muon"]:
                 continue
-            if not self.has_flat_states and group["state_dtype"] != "fp32":
+            if not self.rule.state_kinds and group["state_dtype"] != "fp32":
                 raise ValueError(
                     f"state_dtype={group['state_dtype']}: {name} keeps the states of a matrix with its owner, in fp32 "
                     "only; use fp32 for this group"

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed_ext.optimizers.base import Shard, ShardableOptimizer, ShardOptimizer
-from deepspeed_ext.optimizers.blocks import BlockOptimizer, MatrixBlock, bias_correction, check_options, wide_dtype
+from deepspeed_ext.optimizers.base import Shard, ShardableOptimizer
+from deepspeed_ext.optimizers.blocks import BlockOptimizer, ShardBlock, bias_correction, check_options, wide_dtype
 
 
 def warmup_and_weight(step: Tensor, warmup_iters: int) -> tuple[Tensor, Tensor]:
@@ -39,7 +39,7 @@ def warmup_and_weight(step: Tensor, warmup_iters: int) -> tuple[Tensor, Tensor]:
 class _ShardScheduleFree(BlockOptimizer):
     """What both have in common: x in the masters, z as a state, y in the parameters."""
 
-    needs_masters = True
+    weight_kinds = ("z",)
 
     def new_state(self, shard: Shard, options: Mapping[str, Any]) -> dict[str, Tensor]:
         """See ShardOptimizer.new_state; z begins at the weights. Raises ValueError for states below fp32."""
@@ -53,7 +53,7 @@ class _ShardScheduleFree(BlockOptimizer):
         """Writes y into the parameters."""
         shard.param.copy_(torch.lerp(shard.master, shard.state["z"], 1 - _beta(options)))
 
-    def update_block(self, block: MatrixBlock, options: Mapping[str, Any]) -> None:
+    def update_block(self, block: ShardBlock, options: Mapping[str, Any]) -> None:
         """See BlockOptimizer.update_block."""
         factor, weight = warmup_and_weight(block.scalars.step, options["warmup_iters"])
         x, z, mix = block.master, block.read("z"), 1 - _beta(options)
@@ -63,7 +63,7 @@ class _ShardScheduleFree(BlockOptimizer):
         block.write("z", z)
         block.write_weights(x, torch.lerp(x, z, mix))
 
-    def direction(self, block: MatrixBlock, options: Mapping[str, Any]) -> Tensor:
+    def direction(self, block: ShardBlock, options: Mapping[str, Any]) -> Tensor:
         """Returns the step of z at learning rate 1, without weight decay."""
         return block.gradient()
 
@@ -84,7 +84,7 @@ class ShardScheduleFreeAdamW(_ShardScheduleFree):
     state_kinds = ("exp_avg_sq", "z")
     unsigned_kinds = frozenset({"exp_avg_sq"})
 
-    def direction(self, block: MatrixBlock, options: Mapping[str, Any]) -> Tensor:
+    def direction(self, block: ShardBlock, options: Mapping[str, Any]) -> Tensor:
         """Returns the gradient divided by the root of the second moment."""
         beta2, gradient = options["betas"][1], block.gradient()
         v = beta2 * block.read("exp_avg_sq") + (1 - beta2) * gradient.square()
@@ -111,6 +111,8 @@ class ScheduleFreeSGD(ShardableOptimizer):
         ValueError: an option is out of range.
     """
 
+    rule = ShardScheduleFreeSGD
+
     def __init__(
         self,
         params: Any,
@@ -125,10 +127,6 @@ class ScheduleFreeSGD(ShardableOptimizer):
         check_options(lr, weight_decay, (momentum,), warmup_iters=warmup_iters)
         options = {"lr": lr, "momentum": momentum, "warmup_iters": warmup_iters, "weight_decay": weight_decay}
         super().__init__(params, {**options, "maximize": maximize, "state_dtype": state_dtype})
-
-    def shard_optimizer(self, group: Mapping[str, Any]) -> ShardOptimizer:
-        """See ShardableOptimizer.shard_optimizer."""
-        return ShardScheduleFreeSGD()
 
 
 class ScheduleFreeAdamW(ShardableOptimizer):
@@ -148,6 +146,8 @@ class ScheduleFreeAdamW(ShardableOptimizer):
         ValueError: an option is out of range.
     """
 
+    rule = ShardScheduleFreeAdamW
+
     def __init__(
         self,
         params: Any,
@@ -163,7 +163,3 @@ class ScheduleFreeAdamW(ShardableOptimizer):
         check_options(lr, weight_decay, betas, warmup_iters=warmup_iters, eps=eps)
         options = {"lr": lr, "betas": betas, "warmup_iters": warmup_iters, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {**options, "maximize": maximize, "state_dtype": state_dtype})
-
-    def shard_optimizer(self, group: Mapping[str, Any]) -> ShardOptimizer:
-        """See ShardableOptimizer.shard_optimizer."""
-        return ShardScheduleFreeAdamW()

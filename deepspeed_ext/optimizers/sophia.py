@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed_ext.optimizers.base import CurvatureOptimizer, Shard, ShardableOptimizer, ShardOptimizer, StepScalars
-from deepspeed_ext.optimizers.blocks import BlockOptimizer, MatrixBlock, blocks_of, check_options
+from deepspeed_ext.optimizers.base import CurvatureOptimizer, Shard, ShardableOptimizer, StepScalars
+from deepspeed_ext.optimizers.blocks import BlockOptimizer, ShardBlock, blocks_of, check_options
 
 
 class ShardSophia(BlockOptimizer, CurvatureOptimizer):
@@ -23,7 +23,7 @@ class ShardSophia(BlockOptimizer, CurvatureOptimizer):
     state_kinds = ("exp_avg", "hessian")
     unsigned_kinds = frozenset({"hessian"})
 
-    def update_block(self, block: MatrixBlock, options: Mapping[str, Any]) -> None:
+    def update_block(self, block: ShardBlock, options: Mapping[str, Any]) -> None:
         """See BlockOptimizer.update_block."""
         m = torch.lerp(block.read("exp_avg"), block.gradient(), 1 - options["betas"][0])
         scale = (options["gamma"] * block.read("hessian")).clamp(min=options["eps"])
@@ -60,6 +60,8 @@ class Sophia(ShardableOptimizer):
         ValueError: an option is out of range.
     """
 
+    rule = ShardSophia
+
     def __init__(
         self,
         params: Any,
@@ -75,7 +77,3 @@ class Sophia(ShardableOptimizer):
         check_options(lr, weight_decay, betas, gamma=gamma, eps=eps)
         options = {"lr": lr, "betas": betas, "gamma": gamma, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {**options, "maximize": maximize, "state_dtype": state_dtype})
-
-    def shard_optimizer(self, group: Mapping[str, Any]) -> ShardOptimizer:
-        """See ShardableOptimizer.shard_optimizer."""
-        return ShardSophia()

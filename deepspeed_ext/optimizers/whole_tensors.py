@@ -13,6 +13,7 @@ Shapes: T tensors of a flat buffer, n elements of a block.
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepspeed_ext.optimizers.base import Shard, ShardOptimizer, StepScalars
-from deepspeed_ext.optimizers.blocks import MatrixBlock, block_numel, blocks_of, wide_dtype
+from deepspeed_ext.optimizers.blocks import ShardBlock, block_numel, blocks_of, wide_dtype
 
 # Yields a rank's own sums, 1-D or of any shape, and is sent the sums over all ranks that hold parts.
 Rounds = Generator[Tensor, Tensor, None]
@@ -60,12 +61,8 @@ def tensors_of(name: str, shape: Sequence[int], num_cuts: int = 1, cut_dim: int 
         num_cuts: tensor-parallel ranks that hold a part.
         cut_dim: the dimension of the parameter that they share; None: unknown.
     """
-    count, rows, *others = (1, *shape) if len(shape) != 3 else shape
-    if not shape:
-        rows = 1
-    columns = 1
-    for size in others:
-        columns *= size
+    count, rows, *others = shape if len(shape) == 3 else (1, *(shape or [1]))
+    columns = math.prod(others)
     cut = None
     if num_cuts > 1 and cut_dim is not None:
         cut = min(cut_dim - (len(shape) == 3), 1)
@@ -113,11 +110,11 @@ def runs_in(start: int, stop: int, at: int, numel: int, first: int) -> Iterator[
         start, at = start + (count or 1) * length, at + (count or 1) * length
 
 
-class TensorBlock:
-    """A block of a shard, and which tensors its elements belong to."""
+@dataclass
+class TensorBlock(ShardBlock):
+    """A block of a shard; ``runs`` say which tensors its elements belong to."""
 
-    def __init__(self, block: MatrixBlock, runs: Sequence[TensorRun]) -> None:
-        self.block, self.runs = block, runs
+    runs: Sequence[TensorRun] = ()
 
     def sum_into(self, sums_T: Tensor, values_n: Tensor) -> None:
         """Adds every tensor's values to its sum."""
@@ -127,7 +124,7 @@ class TensorBlock:
 
     def spread(self, numbers_T: Tensor, padding: float = 0.0) -> Tensor:
         """Returns for every element its tensor's number: fp32 [n]. ``padding``: of elements of no tensor."""
-        result = torch.full_like(self.block.master, padding)
+        result = torch.full_like(self.master, padding)
         for run in self.runs:
             numbers = numbers_T[run.first : run.first + run.count, None].float()
             result[run.where].view(run.count, run.length).copy_(numbers.expand(run.count, run.length))
@@ -190,7 +187,7 @@ class WholeTensors:
         """Yields the blocks of all shards of this rank, as ``blocks_of`` does; those of padding alone are left out."""
         for shard, runs in zip(shards, self._runs, strict=True):
             for block, own in zip(blocks_of(shard, kinds, scalars, maximize), runs, strict=False):
-                yield TensorBlock(block, own)
+                yield TensorBlock(block.shard, block.first, scalars, kinds, maximize, own)
 
 
 class TensorOptimizer(ShardOptimizer):

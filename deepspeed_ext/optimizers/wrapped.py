@@ -68,8 +68,6 @@ class WrappedOptimizer(ShardOptimizer):
     @torch.no_grad()
     def _first_states(self, group: Mapping[str, Any]) -> dict[str, Tensor]:
         """The states of a small tensor after its first steps."""
-        if self._is_torchs:
-            return self._start_torchs(torch.zeros(2), group)
         param = torch.randn(6, generator=torch.Generator().manual_seed(1))
         optimizer = self._make(param, group)
         for _ in range(2):
@@ -87,24 +85,8 @@ class WrappedOptimizer(ShardOptimizer):
             raise _RefusedError(f"{self._class.__name__} keeps {others} for each tensor, which shards cannot carry")
         return kept
 
-    def _start_torchs(self, master: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Makes the optimizer of a shard and returns its states, which a step on a zero gradient creates."""
-        before = master.clone()
-        optimizer = self._make(master, group)
-        optimizer.param_groups[0]["weight_decay"] = 0.0  # for this step: decay would enter the moments
-        master.grad = torch.zeros_like(master)
-        optimizer.step()
-        master.grad = None
-        master.copy_(before)
-        self._optimizers[master] = optimizer
-        return self._kept(optimizer, master)
-
-    @torch.no_grad()
     def new_state(self, shard: Shard, options: Mapping[str, Any]) -> dict[str, Tensor]:
-        """See ShardOptimizer.new_state."""
-        if self._is_torchs:
-            return self._start_torchs(shard.master, options)
-        self._optimizers[shard.master] = self._make(shard.master, options)
+        """See ShardOptimizer.new_state. The first step makes the optimizer's own, which may depend on the gradient."""
         return {kind: torch.zeros_like(shard.master) for kind in self.state_kinds}
 
     @torch.no_grad()
@@ -118,12 +100,12 @@ class WrappedOptimizer(ShardOptimizer):
 
     def _step(self, shard: Shard, gradient: Tensor, options: Mapping[str, Any], number: int) -> None:
         master = shard.master
+        if number == 1 or master not in self._optimizers:
+            self._optimizers[master] = self._make(master, options)
         optimizer = self._optimizers[master]
         own, state = optimizer.param_groups[0], optimizer.state[master]
         own.update(_own_options(self._class, options))
-        if number == 1 and not self._is_torchs:
-            state.clear()  # its first step makes them, perhaps of the gradient
-        else:
+        if number > 1:
             state.update(shard.state)
             if isinstance(self._count, Tensor):
                 state.setdefault("step", self._count.clone()).fill_(number - 1)

@@ -281,7 +281,7 @@ class BufferPool:
     def acquire(self, state: BucketState) -> None:
         """Gives the bucket a buffer as its storage; waits for the oldest reduction if too many are in flight."""
         while not self._free and len(self._in_flight) >= MAX_IN_FLIGHT:
-            self._release(self._in_flight.pop(0))
+            self.release(self._in_flight.pop(0))
         bucket = state.bucket
         if not self._free:
             self._free.append(torch.empty(self._numel, dtype=self._dtype, device=bucket.param.device))
@@ -302,13 +302,14 @@ class BufferPool:
     def release_all(self) -> None:
         """Waits for all reductions in flight and takes their buffers back."""
         while self._in_flight:
-            self._release(self._in_flight.pop(0))
+            self.release(self._in_flight.pop(0))
 
     def free_buffers(self) -> list[Tensor]:
         """The buffers that no bucket has."""
         return list(self._free)
 
-    def _release(self, state: BucketState) -> None:
+    def release(self, state: BucketState) -> None:
+        """Takes a bucket's buffer back; waits for the bucket's reduction, if it has one."""
         bucket = state.bucket
         bucket.collect()
         bucket.is_reduced = False

@@ -21,7 +21,6 @@ from deepspeed_ext.optimizers.states import StoredState, stored_part
 from deepspeed_ext.zero import sharded_state, stock_files
 from deepspeed_ext.zero.bucket import Bucket
 from deepspeed_ext.zero.flat_buffer import FlatBuffer
-from deepspeed_ext.zero.grad_scaling import StepState
 from deepspeed_ext.zero.partition import TensorRange
 from deepspeed_ext.zero.sync_errors import gather, run_on_all_ranks
 
@@ -58,10 +57,11 @@ class DeepSpeedFiles:
     def state_dict(self) -> dict[str, Any]:
         """Returns this rank's shards, their layout and the fields that DeepSpeed's scripts read.
 
-        Raises RuntimeError while states are on the host.
+        Raises RuntimeError while states are on the host, and inside ``averaged_parameters`` of a moving average.
         """
         optimizer = self._whole
         optimizer.require_on_device("state_dict", "hp_params", "lp_params", "optim_states")
+        optimizer.require_masters("state_dict")
         optimizer.wait_for_params()
         return stock_files.add_stock_fields(optimizer, sharded_state.state_dict(optimizer))
 
@@ -144,20 +144,15 @@ class InnerState(Mapping[str, Any]):
     """What ``engine.optimizer.optimizer.state[master]`` shows: a shard's live states, and torch's ``step``.
 
     Reading ``step`` waits for the device.
-
-    Args:
-        shard: whose states.
-        counts: the object whose ``applied`` is the number of steps.
-        wait: is called before the states are read.
     """
 
-    def __init__(self, shard: Shard, counts: StepState, wait: Callable[[], None]) -> None:
-        self._shard, self._counts, self._wait = shard, counts, wait
+    def __init__(self, shard: Shard, optimizer: EPZeroOptimizer) -> None:
+        self._shard, self._optimizer = shard, optimizer
 
     def __getitem__(self, kind: str) -> Any:
         if kind == "step":
-            return torch.tensor(float(self._counts.applied))
-        self._wait()
+            return torch.tensor(float(self._optimizer.step_count))
+        self._optimizer.wait_for_params()
         return self._shard.state[kind]
 
     def __iter__(self) -> Iterator[str]:
@@ -180,31 +175,10 @@ register_pytree_node(
 
 
 class _FullParam:
-    """Access to whole masters, states and gradients of one parameter.
+    """Access to whole masters, states and gradients of one parameter, which lies in ``flat_buffer``."""
 
-    Args:
-        flat_buffer: the one that it lies in.
-        name: the parameter's.
-        divisor: of summed gradients.
-        has_gradients: whether gradients have been reduced since the last step.
-        local_gradient: returns this rank's gradient of a parameter before it is reduced, or None.
-        require: is called with what is to be done; raises while states are on the host, and waits for parameters.
-        give_way: ends the optimizer that has the parameter.
-    """
-
-    def __init__(
-        self,
-        flat_buffer: FlatBuffer,
-        name: str,
-        divisor: float,
-        has_gradients: Callable[[], bool],
-        local_gradient: Callable[[nn.Parameter], Tensor | None],
-        require: Callable[[str], None],
-        give_way: Callable[[], None],
-    ) -> None:
-        self._local_gradient, self.give_way = local_gradient, give_way
-        self._flat_buffer, self._name = flat_buffer, name
-        self._divisor, self._has_gradients, self._require = divisor, has_gradients, require
+    def __init__(self, optimizer: EPZeroOptimizer, flat_buffer: FlatBuffer, name: str) -> None:
+        self.optimizer, self._flat_buffer, self._name = optimizer, flat_buffer, name
 
     def get_full_hp_param(self, optim_state_key: str | None = None) -> Tensor:
         """Returns the fp32 master, or the state of that name, of the parameter's shape. Collective over its group."""
@@ -223,7 +197,7 @@ class _FullParam:
         """
         flat = value.reshape(-1)
         if optim_state_key is None and not self._flat_buffer.has_masters:
-            self._require("access to sharded values")
+            self.optimizer.require_at_rest("access to sharded values")
             self._flat_buffer.params[self._name].copy_(value.view_as(self._flat_buffer.params[self._name]))
             return
         for bucket, part in self._own():
@@ -239,24 +213,25 @@ class _FullParam:
         Before it is reduced, inside ``no_sync()`` for one, this rank's own gradient as in stock DeepSpeed; None before
         the first backward of a step.
         """
-        self._require("access to gradients")
-        if not self._has_gradients():
-            return self._local_gradient(self._flat_buffer.params[self._name])
-        return self._gather(lambda bucket, part: bucket.finish_gradient()[part.where]) / self._divisor
+        self.optimizer.require_at_rest("access to gradients")
+        if not self.optimizer.has_reduced:
+            return self.optimizer.local_gradient(self._flat_buffer.params[self._name])
+        summed = self._gather(lambda bucket, part: bucket.finish_gradient()[part.where])
+        return summed / self.optimizer.gradient_divisor
 
     @torch.no_grad()
     def set_full_hp_grad(self, value: Tensor) -> None:
         """Sets what this rank owns of the mean gradient. Raises RuntimeError before it is reduced."""
-        if not self._has_gradients():
+        if not self.optimizer.has_reduced:
             raise RuntimeError(f"{self._name!r} has no reduced gradient to set: call this after the last backward")
         flat = value.reshape(-1)
         for bucket, part in self._own():
             gradient = bucket.finish_gradient()
-            gradient[part.where] = (flat[part.start : part.stop] * self._divisor).to(gradient)
+            gradient[part.where] = (flat[part.start : part.stop] * self.optimizer.gradient_divisor).to(gradient)
 
     def _own(self) -> Iterator[tuple[Bucket, TensorRange]]:
         """What this rank owns of the parameter, with offsets in the buckets' shards."""
-        self._require("access to sharded values")
+        self.optimizer.require_at_rest("access to sharded values")
         for index, _ in self._flat_buffer.ranges[self._name]:
             bucket = self._flat_buffer.buckets[index]
             for part in bucket.layout.shard_ranges(self._flat_buffer.rank):
@@ -282,18 +257,13 @@ class _FullParam:
         return stored_part(bucket.shard.state, kind, part.where)
 
 
-def attach(
-    flat_buffers: Sequence[FlatBuffer],
-    divisor: float,
-    has_gradients: Callable[[], bool],
-    local_gradient: Callable[[nn.Parameter], Tensor | None],
-    require: Callable[[str], None],
-    give_way: Callable[[], None],
-) -> None:
-    """Gives every parameter what DeepSpeed's ``safe_get_full_*`` look for; arguments as of ``_FullParam``."""
-    for flat_buffer in flat_buffers:
+def attach(optimizer: EPZeroOptimizer) -> None:
+    """Gives every parameter what DeepSpeed's ``safe_get_full_*`` look for, and the wrapped optimizer its states."""
+    for flat_buffer in optimizer.flat_buffers:
+        for bucket in flat_buffer.buckets:
+            optimizer.optimizer.state[bucket.shard.master] = InnerState(bucket.shard, optimizer)  # type: ignore[assignment]
         for name, param in flat_buffer.params.items():
-            full = _FullParam(flat_buffer, name, divisor, has_gradients, local_gradient, require, give_way)
+            full = _FullParam(optimizer, flat_buffer, name)
             param._hp_mapping = None  # type: ignore[attr-defined]
             for method in _METHODS:
                 setattr(param, method, getattr(full, method))
@@ -304,12 +274,12 @@ def end_optimizers_of(params: Iterable[nn.Parameter]) -> None:
     for param in params:
         full = getattr(getattr(param, _METHODS[0], None), "__self__", None)
         if isinstance(full, _FullParam):
-            full.give_way()
+            full.optimizer.give_way()
 
 
-def detach(params: Sequence[nn.Parameter]) -> None:
-    """Removes what ``attach`` has put there."""
-    for param in params:
+def detach(optimizer: EPZeroOptimizer) -> None:
+    """Removes what ``attach`` has put on the parameters."""
+    for param in (param for flat_buffer in optimizer.flat_buffers for param in flat_buffer.params.values()):
         for name in ("_hp_mapping", *_METHODS):
             if hasattr(param, name):
                 delattr(param, name)

@@ -8,6 +8,7 @@ result; stage 2 P/n (the buckets' sums) and the buffers of the pool.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +24,7 @@ from deepspeed_ext.zero.bucket import Bucket
 from deepspeed_ext.zero.matrix_exchange import MatrixExchange
 from deepspeed_ext.zero.matrix_partition import ParamMatrices
 from deepspeed_ext.zero.options import ZeroOptions
-from deepspeed_ext.zero.partition import BufferLayout, ParamSpec, TensorRange, flat_layout, group_by_buffer
+from deepspeed_ext.zero.partition import BufferLayout, flat_layout
 
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -104,15 +105,13 @@ class FlatBuffer:
             self.tensors = self._whole_tensors(device, cuts)
             self.sum_groups = [one for one in (group, cuts) if one is not None and len(ranks_of(one)) > 1]
         self.param_buffer = torch.zeros(layout.numel, dtype=key.dtype, device=device)
-        self.has_masters = key.dtype != torch.float32 or shard_optimizer.needs_masters  # beside the parameters
+        # Beside the parameters, which are their own masters otherwise.
+        self.has_masters = key.dtype != torch.float32 or bool(shard_optimizer.weight_kinds)
         self.masters = torch.zeros(layout.shard_numel if self.has_masters else 0, dtype=torch.float32, device=device)
         self.grad_buffer: Tensor | None = None
         if options.stage == 1 or self.group_size == 1:
             self.grad_buffer = torch.zeros(layout.numel, dtype=options.grad_dtype, device=device)
-        self.ranges: dict[str, list[tuple[int, TensorRange]]] = {name: [] for name in params}  # with bucket numbers
-        for index, bucket in enumerate(layout.buckets):
-            for part in bucket.ranges:
-                self.ranges[part.name].append((index, part))
+        self.ranges = {name: layout.ranges.get(name, []) for name in params}
         self.buckets = self._make_buckets(options)
         self._move_params_into_buffer()
         self.read_masters_from_params()
@@ -209,8 +208,14 @@ class FlatBuffer:
             bucket.shard.param.copy_(bucket.shard.master)
 
     @torch.no_grad()
-    def scale_rows(self, bucket: Bucket, scales: Mapping[nn.Parameter, Tensor], skip: Tensor) -> None:
-        """Multiplies this rank's rows of the parameters in ``scales``, as ``scale_rows_after_update`` says."""
+    def scale_rows(
+        self, bucket: Bucket, scales: Mapping[nn.Parameter, Tensor], skip: Tensor, options: Mapping[str, Any]
+    ) -> None:
+        """Multiplies this rank's rows of the parameters in ``scales``, as ``scale_rows_after_update`` says.
+
+        ``options`` is the optimizer's parameter group.
+        """
+        weight_kinds, state = self.shard_optimizer.weight_kinds, bucket.shard.state
         for part in bucket.layout.shard_ranges(self.rank):
             factors_R = scales.get(self.params[part.name])
             if factors_R is None:
@@ -218,8 +223,11 @@ class FlatBuffer:
             columns = self.params[part.name].numel() // len(factors_R)
             first, last = part.start // columns, (part.stop - 1) // columns
             factors = torch.where(skip != 0, 1.0, factors_R[first : last + 1]).repeat_interleave(columns)
-            bucket.shard.master[part.where] *= factors[part.start - first * columns :][: part.numel]
+            for weights in (bucket.shard.master, *(state[kind] for kind in weight_kinds)):
+                weights[part.where] *= factors[part.start - first * columns :][: part.numel]
             bucket.shard.param[part.where] = bucket.shard.master[part.where]
+        if weight_kinds:
+            self.shard_optimizer.write_training_point(bucket.shard, options)
 
     @torch.no_grad()
     def write_training_point(self, options: Mapping[str, Any]) -> None:
@@ -327,12 +335,13 @@ def build_flat_buffers(
         order, in which backward is expected to reach them.
 
     Raises:
-        ValueError: a dtype that is not supported, or an expert group without a process group.
+        ValueError: a name that occurs twice, a dtype that is not supported, or an expert group without a process group.
     """
+    names = [param_names[param] for members in param_groups for param in members]
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        raise ValueError(f"parameter {twice[0]!r} occurs twice; each element needs exactly one owner")
     positions = {param: index for index, param in enumerate(param_names)}
-    specs: list[ParamSpec[FlatBufferKey]] = []
-    by_name: dict[str, nn.Parameter] = {}
-    sizes: dict[FlatBufferKey, int] = {}
+    by_key: dict[FlatBufferKey, dict[str, nn.Parameter]] = {}
     for index, members in enumerate(param_groups):
         for param in sorted(members, key=lambda param: -positions[param]):
             name = param_names[param]
@@ -344,19 +353,17 @@ def build_flat_buffers(
                     f"parameter {name!r} is marked as expert of group {key.expert_group!r}, which has no process "
                     f"group; known groups: {sorted(groups.expert)}"
                 )
-            sizes[key] = len(ranks_of(groups.of(key.expert_group)))
-            by_name[name] = param
-            specs.append(ParamSpec(name, param.numel(), key))
+            by_key.setdefault(key, {})[name] = param
     flat_buffers = []
-    for key, names in group_by_buffer(specs, sizes).items():
-        params = {name: by_name[name] for name in names}
-        shard_optimizer = shard_optimizers[key.param_group]
-        layout = flat_layout([(name, p.numel()) for name, p in params.items()], sizes[key], options.bucket_numel)
+    for key, params in by_key.items():
+        shard_optimizer, group = shard_optimizers[key.param_group], groups.of(key.expert_group)
+        sizes = [(name, param.numel()) for name, param in params.items()]
+        layout = flat_layout(sizes, len(ranks_of(group)), options.bucket_numel)
         flat_buffer = FlatBuffer(
             key,
             params,
             layout,
-            groups.of(key.expert_group),
+            group,
             shard_optimizer,
             options,
             groups.matrices.get(key.expert_group),

@@ -113,7 +113,7 @@ class GradientReducer:
         own.handle = param.register_post_accumulate_grad_hook(arrived)
         if flat_buffer.grad_buffer is not None:
             param.main_grad = flat_buffer.grad_buffer[flat_buffer.slice_of(name)].view(param.shape)  # type: ignore[attr-defined]
-            param.main_grad_holds_sum = self._main_grad_question_of(own)  # type: ignore[attr-defined]
+            param.main_grad_holds_sum = self._main_grad_holds_sum_of(own)  # type: ignore[attr-defined]
             param.main_grad_ready = self._main_grad_ready_of(own, arrived)  # type: ignore[attr-defined]
 
     def _begin(self) -> None:
@@ -200,7 +200,7 @@ class GradientReducer:
 
     # ---- producers of main_grad
 
-    def _main_grad_question_of(self, param: ParamState) -> Callable[[], bool]:
+    def _main_grad_holds_sum_of(self, param: ParamState) -> Callable[[], bool]:
         def holds_sum() -> bool:
             param.has_asked = True
             for state in param.buckets:
@@ -473,6 +473,8 @@ class GradientReducer:
         self._was_dirty = False
         self._num_backwards = 0
         for state in self._queue:
+            if state.buffer is not None:  # what no reduction took is dropped
+                self._pool.release(state)
             state.bucket.forget_gradient()
             state.filled.clear()
             state.unit.forget()

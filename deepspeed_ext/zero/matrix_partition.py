@@ -23,7 +23,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from deepspeed_ext.optimizers.base import count_matrices
-from deepspeed_ext.zero.partition import BucketLayout, BufferLayout, ShardRange, TensorRange
+from deepspeed_ext.zero.partition import BucketLayout, BufferLayout, ShardRange
 
 # A rank keeps the matrix that it holds as long as its load stays within this factor of the best possible largest load.
 _SLACK = 1.02
@@ -172,13 +172,7 @@ class ShardMap:
     """Finds where matrices lie in the shards of a flat buffer."""
 
     def __init__(self, layout: BufferLayout) -> None:
-        self._buckets = layout.buckets
-        self._ranges: dict[str, list[tuple[int, TensorRange]]] = {}  # with bucket numbers, by first element
-        for index, bucket in enumerate(layout.buckets):
-            for part in bucket.ranges:
-                self._ranges.setdefault(part.name, []).append((index, part))
-        for ranges in self._ranges.values():
-            ranges.sort(key=lambda entry: entry[1].start)
+        self._buckets, self._ranges = layout.buckets, layout.ranges
         self._starts = {name: [part.start for _, part in ranges] for name, ranges in self._ranges.items()}
 
     def shard_ranges(self, matrix: WholeMatrix) -> Iterator[ShardRange]:

@@ -90,11 +90,11 @@ class EPZeroOptimizer(DeepSpeedFiles, BaseOptimizer):
         self.flat_buffers = build_flat_buffers(self.bit16_groups, shard_optimizers, param_names, groups, self.options)
         if not self.flat_buffers:
             raise ValueError("the optimizer holds no parameter that requires a gradient")
-        for index, group in enumerate(optimizer.param_groups):
-            own = [flat_buffer for flat_buffer in self.flat_buffers if flat_buffer.key.param_group == index]
-            group["params"] = [bucket.shard.master for flat_buffer in own for bucket in flat_buffer.buckets]
-            for flat_buffer in own:
-                flat_buffer.new_states(group)
+        for group in optimizer.param_groups:
+            group["params"] = []
+        for flat_buffer in self.flat_buffers:
+            self._options_of(flat_buffer)["params"] += [bucket.shard.master for bucket in flat_buffer.buckets]
+            flat_buffer.new_states(self._options_of(flat_buffer))
         positions = {param: index for index, param in enumerate(param_names)}
         # DeepSpeed's module file holds those of one rank only, so they go into each rank's file.
         self.frozen_experts = {
@@ -109,36 +109,28 @@ class EPZeroOptimizer(DeepSpeedFiles, BaseOptimizer):
         self._reducer = GradientReducer(self.flat_buffers, positions, self.options, self._errors)
         self._tracker = BackwardTracker(self._reducer, self._errors, self._leave_backward)
         self.interrupt = self._tracker.interrupt
+        self.local_gradient = self._reducer.local_gradient
         self._param_gather = ParamAllGather(
             self.flat_buffers, self._reducer.buckets, module, self.options.overlap_param_gather
         )
         self._update_stream = self._new_update_stream()
         self._buffer_of = {bucket: flat_buffer for flat_buffer in self.flat_buffers for bucket in flat_buffer.buckets}
-        divisor = dist.get_world_size(groups.dense) if self.options.average else 1
-        self._state = StepState(self.device, divisor, self.options)
+        self.gradient_divisor = dist.get_world_size(groups.dense) if self.options.average else 1  # of summed gradients
+        self._state = StepState(self.device, self.gradient_divisor, self.options)
         self._copies: list[StateShard] = []  # returned by state_shards, with copies of states not kept in fp32
         self.gradient_noise: Tensor | None = None  # of the last step, fp64 [groups, 2], see gradient_noise.py
         self._row_scales: dict[nn.Parameter, Tensor] = {}
         self._further_sums: list[tuple[Bucket, dist.ProcessGroup]] = []
-        self._evaluates_average = False
-        self._reduced = self._is_destroyed = False
+        self._evaluates_average = self._is_average_swapped = False
+        self.has_reduced = False  # gradients have been reduced since the last step
+        self._is_destroyed = False
         self.has_begun = False  # a backward has begun, or is about to, since the last step
         self._reductions_held = False
         self._reports_previous = self._was_previous_skipped = False
         self._init_engine_attributes()
         self._host = HostStates(self.flat_buffers, self._reducer.settle_buffers)
         self.require_on_device = self._host.require
-        deepspeed_api.attach(
-            self.flat_buffers,
-            divisor,
-            lambda: self._reduced,
-            self._reducer.local_gradient,
-            self._require_at_rest,
-            self._give_way,
-        )
-        for bucket in self._param_gather.buckets:  # type: ignore[assignment]
-            inner = deepspeed_api.InnerState(bucket.shard, self._state, self.wait_for_params)
-            optimizer.state[bucket.shard.master] = inner
+        deepspeed_api.attach(self)
 
     def _new_update_stream(self) -> UpdateStream | None:
         """A stream for updates beside the next forward, where one GPU trains alone with fused updates."""
@@ -163,6 +155,10 @@ class EPZeroOptimizer(DeepSpeedFiles, BaseOptimizer):
         if expert_group not in self.groups.expert:
             return False
         return len(ranks_of(self.groups.of(expert_group))) < dist.get_world_size(self.groups.dense)
+
+    def _options_of(self, flat_buffer: FlatBuffer) -> dict[str, Any]:
+        """The parameter group of a flat buffer."""
+        return self.param_groups[flat_buffer.key.param_group]
 
     # ---- loss scale (fp16)
 
@@ -218,7 +214,7 @@ class EPZeroOptimizer(DeepSpeedFiles, BaseOptimizer):
 
         It counts as an error of this rank, and the step is skipped on all ranks. ``zero_grad`` drops what it has left.
         """
-        self._reduced |= self._tracker.end_interrupted()
+        self.has_reduced |= self._tracker.end_interrupted()
 
     def _leave_backward(self) -> None:
         self._backward_active_depth = 0  # DeepSpeed's count of the backwards that are under way
@@ -241,7 +237,7 @@ class EPZeroOptimizer(DeepSpeedFiles, BaseOptimizer):
         Backward and this may run again before a step; the sums then add up.
         """
         self._reducer.end_backward(reduce=True)
-        self._reduced = True
+        self.has_reduced = True
 
     def overlapping_partition_gradients_reduce_epilogue(self) -> None:
         """Calls ``reduce_gradients``; the engine does so after every stage 2 backward."""
@@ -325,14 +321,14 @@ class EPZeroOptimizer(DeepSpeedFiles, BaseOptimizer):
         """Drops all gradients of the present step, reduced or not."""
         self.has_begun = False
         self._tracker.give_up()
-        if not (self._reduced or self._reducer.is_dirty):
+        if not (self.has_reduced or self._reducer.is_dirty):
             return
         self.require_on_device("zero_grad", "lp_grads")
         for flat_buffer in self.flat_buffers:
             for param in flat_buffer.params.values():
                 param.grad = None
         self._reducer.drop()
-        self._reduced = False
+        self.has_reduced = False
 
     # ---- the step
 
@@ -352,6 +348,7 @@ class EPZeroOptimizer(DeepSpeedFiles, BaseOptimizer):
             raise ValueError("EPZeroOptimizer.step takes no closure; run forward and backward through the engine")
         row_scales, self._row_scales = self._row_scales, {}
         norm, terms = self._finish_gradients("step")
+        self._errors.end_step()
         # A norm that is not finite says that a rank has failed, unless such norms are allowed.
         errors = None if self.options.check_grad_overflow else global_norm(terms, self.device, self._norm_groups)
         scalars = self._state.scalars(norm, self.clip_grad, self.skip_above, errors)
@@ -382,7 +379,7 @@ class EPZeroOptimizer(DeepSpeedFiles, BaseOptimizer):
     ) -> None:
         """Updates this rank's shard of a bucket; ``updated`` are flat buffers of matrices that are done."""
         flat_buffer = self._buffer_of[bucket]
-        group_options = self.param_groups[flat_buffer.key.param_group]
+        group_options = self._options_of(flat_buffer)
         if flat_buffer.tensors is not None:
             pass  # updated already
         elif not isinstance(flat_buffer.shard_optimizer, MatrixOptimizer):
@@ -393,7 +390,7 @@ class EPZeroOptimizer(DeepSpeedFiles, BaseOptimizer):
             shards = [bucket.shard for bucket in flat_buffer.buckets]
             flat_buffer.shard_optimizer.update_matrices_(shards, flat_buffer.exchange, group_options, scalars)
         if row_scales:
-            flat_buffer.scale_rows(bucket, row_scales, scalars.skip)
+            flat_buffer.scale_rows(bucket, row_scales, scalars.skip, group_options)
 
     def scale_rows_after_update(self, scales: Mapping[nn.Parameter, Tensor]) -> None:
         """Makes the next step multiply rows of parameters after their update, masters included. Local.
@@ -408,8 +405,9 @@ class EPZeroOptimizer(DeepSpeedFiles, BaseOptimizer):
     def _finish_gradients(self, what: str) -> tuple[Tensor, list[Tensor]]:
         """Waits for all summed gradients; returns their global norm and the terms in it that stand for errors."""
         self.require_on_device(what)
+        self.require_masters(what)
         self.end_interrupted_backward()
-        if not self._reduced or self._reducer.has_arrivals:
+        if not self.has_reduced or self._reducer.has_arrivals:
             self.reduce_gradients()
         self._reducer.check_all_sent()
         self._param_gather.wait()  # what no forward has waited for: an all-gather must not cross the next update
@@ -428,7 +426,7 @@ class EPZeroOptimizer(DeepSpeedFiles, BaseOptimizer):
         if self._reducer.zeroes_storage:
             self._param_gather.wait()  # an update may be reading what is zeroed
         self._reducer.reset_after_step()
-        self._reduced = self.has_begun = False
+        self.has_reduced = self.has_begun = False
         self._copies.clear()
 
     @torch.no_grad()
@@ -436,7 +434,8 @@ class EPZeroOptimizer(DeepSpeedFiles, BaseOptimizer):
         """Averages a curvature estimate into the states of an optimizer that has one (Sophia). Collective.
 
         Call it in the place of ``step`` after a backward of the mean loss over labels drawn from the model's own
-        predictions. Its gradients are dropped afterwards. One that is not finite changes nothing.
+        predictions. Its gradients are dropped afterwards. One that is not finite changes nothing. An error in it skips
+        the next step, and the one after that raises it.
 
         Args:
             num_labels: how many labels of the global batch the mean is over.
@@ -453,7 +452,7 @@ class EPZeroOptimizer(DeepSpeedFiles, BaseOptimizer):
         for flat_buffer in self.flat_buffers:
             for bucket in flat_buffer.buckets:
                 flat_buffer.shard_optimizer.update_curvature_(  # type: ignore[attr-defined]
-                    bucket.shard, self.param_groups[flat_buffer.key.param_group], scalars, count
+                    bucket.shard, self._options_of(flat_buffer), scalars, count
                 )
         self._forget_gradients()
 
@@ -464,7 +463,7 @@ class EPZeroOptimizer(DeepSpeedFiles, BaseOptimizer):
             if flat_buffer.tensors is not None:
                 assert isinstance(flat_buffer.shard_optimizer, TensorOptimizer)
                 shards = [bucket.shard for bucket in flat_buffer.buckets]
-                group_options = self.param_groups[flat_buffer.key.param_group]
+                group_options = self._options_of(flat_buffer)
                 rounds = flat_buffer.shard_optimizer.update_tensors_(
                     shards, flat_buffer.tensors, group_options, scalars
                 )
@@ -512,7 +511,7 @@ class EPZeroOptimizer(DeepSpeedFiles, BaseOptimizer):
         sharded_state.write_back(self._copies)
         self._copies.clear()
         for flat_buffer in self.flat_buffers:
-            flat_buffer.write_training_point(self.param_groups[flat_buffer.key.param_group])
+            flat_buffer.write_training_point(self._options_of(flat_buffer))
         self._gather_params()
 
     def _gather_params(self) -> None:
@@ -526,13 +525,14 @@ class EPZeroOptimizer(DeepSpeedFiles, BaseOptimizer):
         """Has the averaged weights in the parameters inside, to evaluate them. Collective.
 
         They are the moving average where ``keep_average`` says so, else ``master_parameters``. Masters and average
-        have changed places inside; afterwards all is as before, bit by bit.
+        have changed places inside, where a step or ``state_dict`` raises RuntimeError; afterwards all is as before, bit
+        by bit.
         """
         if not self._evaluates_average:
             with self.master_parameters():
                 yield
             return
-        self._require_at_rest("averaged_parameters", "hp_params", "lp_params", "optim_states")
+        self.require_at_rest("averaged_parameters", "hp_params", "lp_params", "optim_states")
         self._swap_average()
         try:
             yield
@@ -550,6 +550,14 @@ class EPZeroOptimizer(DeepSpeedFiles, BaseOptimizer):
         for flat_buffer in self.flat_buffers:
             flat_buffer.write_params_from_masters()
         self._gather_params()
+        self._is_average_swapped = not self._is_average_swapped
+
+    def require_masters(self, what: str) -> None:
+        """Raises RuntimeError where masters and averages have changed places; ``what`` needs them as they are."""
+        if self._is_average_swapped:
+            raise RuntimeError(
+                f"{what} inside averaged_parameters(), where the masters are the average; leave it first"
+            )
 
     @contextmanager
     def master_parameters(self) -> Iterator[None]:
@@ -558,11 +566,11 @@ class EPZeroOptimizer(DeepSpeedFiles, BaseOptimizer):
         A schedule-free optimizer's masters are an average, and the model is trained elsewhere; of any other optimizer
         the parameters are the masters already, and nothing happens.
         """
-        averaged = [flat_buffer for flat_buffer in self.flat_buffers if flat_buffer.shard_optimizer.needs_masters]
+        averaged = [flat_buffer for flat_buffer in self.flat_buffers if flat_buffer.shard_optimizer.weight_kinds]
         if not averaged:
             yield
             return
-        self._require_at_rest("master_parameters", "hp_params", "lp_params", "optim_states")
+        self.require_at_rest("master_parameters", "hp_params", "lp_params", "optim_states")
         for flat_buffer in averaged:
             flat_buffer.write_params_from_masters()
         self._gather_params()
@@ -571,7 +579,7 @@ class EPZeroOptimizer(DeepSpeedFiles, BaseOptimizer):
         finally:
             with torch.no_grad():
                 for flat_buffer in averaged:
-                    flat_buffer.write_training_point(self.param_groups[flat_buffer.key.param_group])
+                    flat_buffer.write_training_point(self._options_of(flat_buffer))
                 self._gather_params()
 
     # ---- the moving average of the weights
@@ -589,7 +597,7 @@ class EPZeroOptimizer(DeepSpeedFiles, BaseOptimizer):
         Raises:
             ValueError: the optimizer is schedule-free, and its masters are an average already.
         """
-        if any(flat_buffer.shard_optimizer.needs_masters for flat_buffer in self.flat_buffers):
+        if any(flat_buffer.shard_optimizer.weight_kinds for flat_buffer in self.flat_buffers):
             raise ValueError("a schedule-free optimizer keeps an average of its own; no other is kept beside it")
         self._evaluates_average = evaluates
         self._param_gather.wait()
@@ -599,7 +607,7 @@ class EPZeroOptimizer(DeepSpeedFiles, BaseOptimizer):
     @torch.no_grad()
     def update_average(self, weight: float) -> None:
         """Moves the average by ``weight`` towards the masters. Between steps; the host waits for nothing. Local."""
-        self._require_at_rest("update_average", "hp_params", "optim_states")
+        self.require_at_rest("update_average", "hp_params", "optim_states")
         for shard in self._shards():
             if shard.average is not None:
                 shard.average.lerp_(shard.master, weight)
@@ -615,11 +623,11 @@ class EPZeroOptimizer(DeepSpeedFiles, BaseOptimizer):
     @torch.no_grad()
     def restart_states(self) -> None:
         """Makes states that are weights (schedule-free's z, the average) anew, after weights alone were loaded."""
-        self._require_at_rest("restart_states", "hp_params", "optim_states")
+        self.require_at_rest("restart_states", "hp_params", "optim_states")
         self.restart_average()
         for flat_buffer in self.flat_buffers:
-            if flat_buffer.shard_optimizer.needs_masters:
-                flat_buffer.new_states(self.param_groups[flat_buffer.key.param_group])
+            if flat_buffer.shard_optimizer.weight_kinds:
+                flat_buffer.new_states(self._options_of(flat_buffer))
 
     @torch.no_grad()
     def restart_from_params(self) -> None:
@@ -627,7 +635,7 @@ class EPZeroOptimizer(DeepSpeedFiles, BaseOptimizer):
         self._param_gather.wait()
         for flat_buffer in self.flat_buffers:
             flat_buffer.read_masters_from_params()
-            flat_buffer.new_states(self.param_groups[flat_buffer.key.param_group])
+            flat_buffer.new_states(self._options_of(flat_buffer))
         self.restart_average()
 
     def wait_for_params(self) -> None:
@@ -644,7 +652,7 @@ class EPZeroOptimizer(DeepSpeedFiles, BaseOptimizer):
 
     # ---- state
 
-    def _require_at_rest(self, what: str, *kinds: str) -> None:
+    def require_at_rest(self, what: str, *kinds: str) -> None:
         """As ``require_on_device``; and waits for updates and parameters in flight: in fp32 these are the masters."""
         self.require_on_device(what, *kinds)
         self._param_gather.wait()
@@ -671,13 +679,13 @@ class EPZeroOptimizer(DeepSpeedFiles, BaseOptimizer):
 
     def state_shards(self) -> list[StateShard]:
         """Returns what this rank owns, by parameter. Over a buffer's group every element has exactly one owner."""
-        self._require_at_rest("state_shards", "hp_params", "lp_params", "optim_states")
+        self.require_at_rest("state_shards", "hp_params", "lp_params", "optim_states")
         self._copies = sharded_state.state_shards(self)
         return self._copies
 
     def matrix_states(self) -> list[MatrixState]:
         """Returns the states of the whole matrices that this rank owns, as live tensors."""
-        self._require_at_rest("matrix_states", "optim_states")
+        self.require_at_rest("matrix_states", "optim_states")
         return sharded_state.matrix_states(self)
 
     def tensor_states(self, *, all_copies: bool) -> list[StateShard]:
@@ -687,7 +695,7 @@ class EPZeroOptimizer(DeepSpeedFiles, BaseOptimizer):
             all_copies: True: all that this rank has, to be filled; False: what it writes, so that over all ranks
                 every number occurs once.
         """
-        self._require_at_rest("tensor_states", "optim_states")
+        self.require_at_rest("tensor_states", "optim_states")
         return sharded_state.tensor_states(self, all_copies=all_copies)
 
     def offload_states(
@@ -733,9 +741,9 @@ class EPZeroOptimizer(DeepSpeedFiles, BaseOptimizer):
         self._is_destroyed = True
         self._param_gather.close()
         self._reducer.close()
-        deepspeed_api.detach([param for flat_buffer in self.flat_buffers for param in flat_buffer.params.values()])
+        deepspeed_api.detach(self)
 
-    def _give_way(self) -> None:
+    def give_way(self) -> None:
         """Ends this optimizer because another engine takes a parameter: later calls raise RuntimeError."""
         self._host.reload()
         self.zero_grad()  # waits for reductions in flight

@@ -9,11 +9,9 @@ more than a walk over the list of parameters.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
-
-KeyT = TypeVar("KeyT", bound=Hashable)
+from functools import cached_property
 
 # Every parameter and every shard starts at a multiple of this many elements: 512 bytes in bf16, enough for vectorised
 # and TMA loads, and the block length of 8-bit states, whose blocks then fall alike at every number of ranks.
@@ -48,21 +46,6 @@ class ShardRange:
     bucket: int
     offset: int
     numel: int
-
-
-@dataclass(frozen=True)
-class ParamSpec(Generic[KeyT]):
-    """A parameter as the partitioner sees it.
-
-    Attributes:
-        name: its name, which occurs once.
-        numel: elements on this rank.
-        key: what it has in common with the other parameters of its flat buffer.
-    """
-
-    name: str
-    numel: int
-    key: KeyT
 
 
 @dataclass(frozen=True)
@@ -126,6 +109,15 @@ class BufferLayout:
         """Elements that each rank owns, padding included."""
         return sum(bucket.shard_numel for bucket in self.buckets)
 
+    @cached_property
+    def ranges(self) -> dict[str, list[tuple[int, TensorRange]]]:
+        """Where each parameter with elements lies: its ranges in order, each with the number of its bucket."""
+        found: dict[str, list[tuple[int, TensorRange]]] = {}
+        for index, bucket in enumerate(self.buckets):
+            for part in bucket.ranges:
+                found.setdefault(part.name, []).append((index, part))
+        return found
+
     @property
     def padding(self) -> int:
         """Elements of the flat buffer that belong to no parameter."""
@@ -183,34 +175,6 @@ def flat_layout(params: Iterable[tuple[str, int]], group_size: int, bucket_numel
                 ranges.append(TensorRange(name, begin - low, min(high, stop) - low, begin - start))
         buckets.append(BucketLayout(start, group_size, (stop - start) // group_size, tuple(ranges)))
     return BufferLayout(tuple(buckets))
-
-
-def group_by_buffer(params: Sequence[ParamSpec[KeyT]], group_sizes: Mapping[KeyT, int]) -> dict[KeyT, list[str]]:
-    """Groups parameters by flat buffer.
-
-    Args:
-        params: all parameters.
-        group_sizes: ranks of the process group of each key.
-
-    Returns:
-        The names of each buffer's parameters in the given order; buffers are in the order of their first parameter.
-
-    Raises:
-        ValueError: a parameter occurs twice (also with two keys), or a key has no group size.
-    """
-    members: dict[KeyT, list[str]] = {}
-    key_of: dict[str, KeyT] = {}
-    for param in params:
-        if param.name in key_of:
-            raise ValueError(
-                f"parameter {param.name!r} is in the flat buffers {key_of[param.name]!r} and {param.key!r}; "
-                "each element needs exactly one owner"
-            )
-        if param.key not in group_sizes:
-            raise ValueError(f"flat buffer {param.key!r} of parameter {param.name!r} has no process group")
-        key_of[param.name] = param.key
-        members.setdefault(param.key, []).append(param.name)
-    return members
 
 
 def launch_order(buckets: Sequence[Sequence[int]]) -> list[int]:

@@ -258,7 +258,7 @@ def check_state_dict(optimizer: EPZeroOptimizer, saved: Any, load_states: bool) 
         )
     found, kept = _saved_kinds(saved), _state_kinds(optimizer)
     if load_states and found != kept:
-        there, here = (" and ".join(sorted({", ".join(one) for one in kinds if one})) for kinds in (found, kept))
+        there, here = ("; ".join(sorted({", ".join(one) for one in kinds if one})) for kinds in (found, kept))
         raise ValueError(
             f"the checkpoint holds other optimizer states ({there or 'none'}) than "
             f"{type(optimizer.optimizer).__name__} keeps here ({here or 'none'}); load it with the optimizer and the "
@@ -332,11 +332,14 @@ class Stage3States:
             raise ValueError("checkpoints of ZeRO-3 need the states in device or host memory, not on NVMe")
 
     def state_shards(self) -> list[StateShard]:
-        """Returns what this rank owns, as live views, without padding and parameters of which it owns nothing."""
+        """Returns what this rank owns, as live views: no padding, nothing of frozen parameters."""
         optimizer = self._optimizer
         shards = []
         for name, param in self._engine.module.named_parameters():
-            group, offset, size = optimizer.grad_position[optimizer.get_param_id(param)]
+            place = optimizer.grad_position.get(optimizer.get_param_id(param))
+            if place is None:  # frozen when the engine was built
+                continue
+            group, offset, size = place
             start = dist.get_rank(getattr(param, "ds_process_group", optimizer.dp_process_group)) * size
             stop = min(start + size, param.ds_numel)
             if start >= stop:

@@ -257,9 +257,12 @@ class StepErrors:
             logger.error("%s (the step is skipped on all ranks, and the next one ends with this error)", error)
 
     def norm_terms(self) -> list[Tensor]:
-        """Returns what the norm has to count besides the gradients: NaN after an error. Call it once in every step."""
+        """Returns what a norm has to count besides the gradients: NaN after an error since the last step."""
+        return [] if self._present is None else [torch.full((1,), math.nan, device=self._device)]
+
+    def end_step(self) -> None:
+        """Begins the next step, once the norm of the present one is known."""
         self._before_last, self._last, self._present = self._last, self._present, None
-        return [] if self._last is None else [torch.full((1,), math.nan, device=self._device)]
 
     def raise_on_all_ranks(self) -> None:
         """Raises what a rank has recorded for the step whose outcome the host has just learnt.

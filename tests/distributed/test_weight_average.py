@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import deepspeed_ext
-from tests.distributed.zero_stack import Stack, input_of, sharded
+from tests.distributed.zero_stack import WIDTH, Stack, input_of, sharded
 from tests.helpers import run_distributed
 
 
@@ -45,6 +45,9 @@ def _averages(rank: int, world: int, dtype: torch.dtype) -> dict[str, Any]:
         whole[one.name][one.start : one.stop] = one.tensors["ema"]
     with optimizer.averaged_parameters():
         inside = {name: p.detach().clone() for name, p in model.named_parameters()}
+        for what in (optimizer.state_dict, optimizer.step):  # they would take the average for the masters
+            with pytest.raises(RuntimeError, match=rf"{what.__name__} inside averaged_parameters\(\)"):
+                what()
     back = all(map(torch.equal, trained, _weights(model)))
     back &= all(torch.equal(m, s.master) for m, s in zip(masters, optimizer._shards(), strict=True))
     back &= all(torch.equal(a, s.average) for a, s in zip(kept, optimizer._shards(), strict=True))
@@ -74,3 +77,29 @@ def _refused(rank: int, world: int) -> str:
     with pytest.raises(ValueError, match="schedule-free") as error:
         optimizer.keep_average(evaluates=True)
     return str(error.value)
+
+
+def _scaled_rows(rank: int, world: int) -> None:
+    factors = torch.linspace(0.5, 1.5, WIDTH)
+    make = deepspeed_ext.optimizers.OPTIMIZERS["ScheduleFreeSGD"]
+    models = [Stack(torch.bfloat16) for _ in range(2)]
+    plain, scaled = (sharded(model, make(model.parameters())) for model in models)
+    for step in range(2):
+        if step == 1:
+            scaled.scale_rows_after_update({models[1].bare.weight: factors})
+        for model, optimizer in zip(models, (plain, scaled), strict=True):
+            _step(model, optimizer, step, rank, torch.bfloat16)
+    parameters = models[1].bare.weight.detach().flatten()
+    for own, other in zip(plain.state_shards(), scaled.state_shards(), strict=True):
+        expected = {kind: tensor.clone() for kind, tensor in own.tensors.items()}
+        if own.name == "bare.weight":
+            for tensor in expected.values():
+                tensor.mul_(factors[torch.arange(own.start, own.stop) // WIDTH])
+            trained = torch.lerp(expected["master"], expected["z"], 0.1).bfloat16()
+            assert torch.equal(parameters[own.start : own.stop], trained), "the model is trained between the two"
+        assert all(torch.equal(other.tensors[kind], tensor) for kind, tensor in expected.items()), own.name
+    assert len(expected) == 2
+
+
+def test_rows_of_all_weights_of_a_schedule_free_optimizer_are_scaled() -> None:
+    run_distributed(_scaled_rows, 2)

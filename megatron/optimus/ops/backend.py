@@ -112,7 +112,7 @@ def resolve_routing(device: torch.device) -> Backend:
     return _resolve_routing(_selected, device.type)
 
 
-def runs_triton(device: torch.device, dtype: torch.dtype) -> bool:
+def resolves_to_triton(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether ``resolve`` would return Triton, without logging and without an error."""
     return _choose(_selected, device.type, dtype)[0] is Backend.TRITON
 

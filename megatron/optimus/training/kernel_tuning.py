@@ -17,7 +17,7 @@ from megatron.optimus.config.schema import RunConfig
 from megatron.optimus.context import RunContext
 from megatron.optimus.moe.dispatch.select import message_shape
 from megatron.optimus.moe.traffic import traffic_of
-from megatron.optimus.ops.backend import runs_triton
+from megatron.optimus.ops.backend import resolves_to_triton
 from megatron.optimus.ops.triton import tile_cache, tiles
 from megatron.optimus.ops.triton.candidates import Table
 from megatron.optimus.ops.triton.tiles import Problem
@@ -45,7 +45,7 @@ def select_tiles(run: RunContext) -> None:
 
 def _chosen(config: RunConfig, device: torch.device, dtype: torch.dtype) -> dict[str, Table]:
     training = config.training
-    if not runs_triton(device, dtype):
+    if not resolves_to_triton(device, dtype):
         if training.tune_kernels:
             logger.info("tune_kernels: nothing to tune, as expert layers do not run on Triton's kernels here")
         return {}

@@ -69,7 +69,7 @@ def one_rank(rank: int, world: int, folder: str) -> dict[str, Any]:
 
     settle(tune_kernels=True)  # the CPU's own kernels
     found["nothing to tune"] = list(lines)
-    settling.runs_triton = lambda device, dtype: True
+    settling.resolves_to_triton = lambda device, dtype: True
     tile_cache.save(MACHINE.key, {**entry(UP, rank + 1), **entry(GRADIENT, rank + 2, matches_default_bits=False)})
     settle()
     found["from disk"] = in_use(UP), in_use(GRADIENT)

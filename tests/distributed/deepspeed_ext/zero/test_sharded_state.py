@@ -137,6 +137,7 @@ def _dropped(rank: int, world: int) -> None:
     with engine.coalesce_grad_reduction():
         engine.backward(engine(torch.full((2, 40), 100.0)))
         engine.zero_grad()
+        assert all(state.buffer is None for state in engine.optimizer._reducer._queue)
         engine.backward(engine(torch.zeros(2, 40)))
     engine.step()
     assert torch.equal(model.layers[0].weight, before), "gradients that were dropped have no part in the step"
@@ -145,3 +146,18 @@ def _dropped(rank: int, world: int) -> None:
 
 def test_stage_2_drops_gradients_that_no_reduction_took() -> None:
     run_distributed(_dropped, 2)
+
+
+def _frozen_in_stage_3(rank: int, world: int) -> None:
+    model = Model()
+    model.layers[0].weight.requires_grad_(False)
+    trained = [param for param in model.parameters() if param.requires_grad]
+    config = {**CONFIG, "optimizer": {}, "zero_optimization": {"stage": 3}}
+    engine, *_ = deepspeed_ext.initialize(model=model, optimizer=torch.optim.AdamW(trained), config=config)
+    shards = deepspeed_ext.Stage3States(engine).state_shards()
+    assert [shard.name for shard in shards] == ["layers.0.bias", "layers.2.weight", "layers.2.bias"]
+    deepspeed_ext.shutdown()
+
+
+def test_a_frozen_parameter_has_no_states_in_stage_3() -> None:
+    run_distributed(_frozen_in_stage_3, 1)

@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import deepspeed_ext
+from deepspeed_ext.optimizers import OPTIMIZERS
 from tests.distributed.deepspeed_ext.stock import HAS_TORCH_STYLE
 from tests.helpers import run_distributed
 
@@ -65,12 +67,12 @@ def _input(number: int, rank: int) -> torch.Tensor:
     return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(100 * number + rank))
 
 
-def _build(stage: int, model: nn.Module | None = None, accumulation: int = 1) -> Engine:
+def _build(stage: int, model: nn.Module | None = None, accumulation: int = 1, optimizer: Any = None) -> Engine:
     model = model or _Chain()
     config = {"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": accumulation}
     config |= {"gradient_clipping": 1.0, "zero_optimization": {"stage": stage, "reduce_bucket_size": 1300}}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
-    return deepspeed_ext.initialize(model=model, optimizer=optimizer, config=config)[0]
+    optimizer = optimizer or partial(torch.optim.AdamW, lr=1e-2, eps=1e-4)
+    return deepspeed_ext.initialize(model=model, optimizer=optimizer(model.parameters()), config=config)[0]
 
 
 def _micro(engine: Engine, rank: int, number: int, in_torch_style: bool = False, **trouble: bool) -> None:
@@ -131,6 +133,28 @@ def _errors_on_one_rank(rank: int, stage: int) -> None:
         (lambda engine: _micro(engine, rank, 3, again=True), r"got gradient number 2 of one backward after its"),
     ):
         _an_error_reaches_every_rank(rank, stage, trouble, words)
+
+
+def _errors_beside_a_curvature_estimate(rank: int, stage: int) -> None:
+    """An update of the curvature between two steps loses no error: neither the step's before, nor its own."""
+    for is_of_estimate in (False, True):
+        engine = _train(_build(stage, optimizer=OPTIMIZERS["Sophia"]), rank, range(3))
+        before = [param.detach().clone() for param in engine.module.parameters()]
+        is_last = rank == WORLD - 1
+        if not is_of_estimate:
+            _micro(engine, rank, 3, sparse=is_last)
+            engine.step()
+        _micro(engine, rank, 4, sparse=is_of_estimate and is_last)
+        engine.optimizer.update_curvature(7)
+        if is_of_estimate:
+            _train(engine, rank, [5])
+        assert all(map(torch.equal, engine.module.parameters(), before)), "the step is skipped on all ranks"
+        _micro(engine, rank, 6)
+        with pytest.raises(
+            RuntimeError, match=r"got a torch\.sparse_coo gradient.*first rank 1; that step was skipped"
+        ):
+            engine.step()
+        _weights(engine)
 
 
 def _given_up(rank: int, stage: int) -> None:
@@ -282,6 +306,7 @@ def _scripts(rank: int, world: int, folder: str) -> None:
     logging.getLogger("deepspeed_ext").setLevel(logging.CRITICAL)
     for stage in (1, 2):
         _errors_on_one_rank(rank, stage)
+        _errors_beside_a_curvature_estimate(rank, stage)
         _given_up(rank, stage)
         _saved_and_evaluated(rank, stage, folder)
         _loaded(rank, stage, folder)

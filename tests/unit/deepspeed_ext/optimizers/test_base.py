@@ -1,7 +1,8 @@
-"""Optimizers of matrices: experts are matrices of their own, and skipped steps change nothing."""
+"""Optimizers alone: experts are matrices of their own, skipped steps change nothing, and runs are resumed."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -46,3 +47,29 @@ def assert_nothing_changes_when_skipped(optimizer: Any, param: nn.Parameter) -> 
     matrices = LocalMatrices(3, (8, 20), state["matrices"])
     optimizer.shard_optimizer(group).update_matrices_([shard], matrices, group, scalars)
     assert all(torch.equal(tensors[kind], value) for kind, value in before.items())
+
+
+@pytest.mark.parametrize(
+    ("name", "state_dtype", "dtype"),
+    [
+        ("Lion", "int8", torch.float32),
+        ("Muon", "int8", torch.bfloat16),
+        ("SOAP", "fp32", torch.bfloat16),
+        ("ScheduleFreeAdamW", "fp32", torch.bfloat16),
+    ],
+)
+def test_alone_it_resumes_bit_for_bit(name: str, state_dtype: str, dtype: torch.dtype) -> None:
+    def steps(optimizer: Any, param: nn.Parameter, numbers: range) -> None:
+        for number in numbers:
+            param.grad = values((6, 9), number).to(dtype)
+            optimizer.step()
+
+    unbroken = nn.Parameter(values((6, 9), 9).to(dtype))
+    first = OWN_OPTIMIZERS[name]([unbroken], lr=0.01, state_dtype=state_dtype)
+    steps(first, unbroken, range(3))
+    resumed = nn.Parameter(unbroken.detach().clone())
+    second = OWN_OPTIMIZERS[name]([resumed], lr=0.5, state_dtype=state_dtype)
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    for optimizer, param in ((first, unbroken), (second, resumed)):
+        steps(optimizer, param, range(3, 6))
+    assert torch.equal(unbroken, resumed) and second.param_groups[0]["lr"] == 0.01

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from deepspeed_ext.optimizers import Shard, StepScalars, states
+from deepspeed_ext.optimizers import Shard, StepScalars, blocks, states
 from deepspeed_ext.optimizers.blocks import bias_correction, block_numel, blocks_of, check_options
 
 CPU = torch.device("cpu")
@@ -20,9 +20,10 @@ def shard_of(dtype: str) -> Shard:
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "int8"])
-def test_blocks_cover_a_shard_once_and_write_where_they_read(dtype: str) -> None:
+def test_blocks_cover_a_shard_once_and_write_where_they_read(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "CPU_BLOCK", 2 * states.BLOCK)
     shard, seen = shard_of(dtype), []
-    for block in blocks_of(shard, ("mean",), StepScalars.of(CPU, 1, scale=0.5), maximize=True, numel=2 * states.BLOCK):
+    for block in blocks_of(shard, ("mean",), StepScalars.of(CPU, 1, scale=0.5), maximize=True):
         assert torch.equal(block.master, torch.arange(float(NUMEL))[block.where])
         assert torch.equal(block.gradient(), torch.full_like(block.master, -1.5))
         block.write("mean", torch.full_like(block.master, 1 + len(seen)))

@@ -39,11 +39,10 @@ class ShardMean(ShardOptimizer):
 
 
 class Mean(ShardableOptimizer):
+    rule = ShardMean
+
     def __init__(self, params: Any, lr: float, state_dtype: str = "fp32") -> None:
         super().__init__(params, {"lr": lr, "state_dtype": state_dtype})
-
-    def shard_optimizer(self, group: Mapping[str, Any]) -> ShardOptimizer:
-        return ShardMean()
 
 
 class ShardNormalized(MatrixOptimizer):
@@ -60,11 +59,10 @@ class ShardNormalized(MatrixOptimizer):
 
 
 class Normalized(ShardableOptimizer):
+    rule = ShardNormalized
+
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {"lr": lr})
-
-    def shard_optimizer(self, group: Mapping[str, Any]) -> ShardOptimizer:
-        return ShardNormalized()
 
 
 @pytest.mark.parametrize(("state_dtype", "tolerance"), [("fp32", 1e-5), ("bf16", 1e-2), ("int8", 0.1)])

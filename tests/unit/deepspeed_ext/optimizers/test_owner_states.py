@@ -19,7 +19,7 @@ def test_errors() -> None:
         ("GaLore", {"rank": 5}, "rank=5 exceeds the shorter side of every matrix; use at most 4"),
         ("Dion", {"rank_fraction": 0.0}, r"rank_fraction=0.0 and momentum=0.95 are out of range"),
         ("NorMuon", {"beta2": 1.0}, "beta2=1.0 is out of range"),
-        ("Dion", {"lr": -1.0}, "lr=-1.0 and weight_decay=0.01 must not be negative"),
+        ("Dion", {"lr": -1.0}, "lr=-1.0 must not be negative"),
     ]:
         with pytest.raises(ValueError, match=message):
             OWN_OPTIMIZERS[name](matrix, **options)

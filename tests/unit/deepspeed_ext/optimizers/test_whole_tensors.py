@@ -35,6 +35,17 @@ def test_each_expert_is_a_tensor_of_its_own() -> None:
     torch.testing.assert_close(whole.detach(), torch.stack([part.detach() for part in parts]))
 
 
+@pytest.mark.parametrize("name", ["lamb", "mars", "lars", "cautious-adamw", "adafactor"])
+def test_a_scalar_is_a_vector_of_one_element(name: str) -> None:
+    scalar, vector = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.tensor([2.0]))
+    for param in (scalar, vector):
+        optimizer = own_optimizer(name)([param], lr=0.1)
+        for gradient in (0.5, -2.0):
+            param.grad = torch.full_like(param, gradient)
+            optimizer.step()
+    assert scalar.item() == vector.item() != 2.0
+
+
 @pytest.mark.parametrize("name", ["lamb", "mars", "lars", "cautious-adamw"])
 def test_one_shard_has_no_whole_tensors(name: str) -> None:
     optimizer = own_optimizer(name)([torch.zeros(1)])

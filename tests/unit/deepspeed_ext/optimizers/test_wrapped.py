@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from deepspeed_ext.optimizers import Shard, StepScalars, shard_optimizer_for
+from deepspeed_ext.optimizers import Shard, ShardOptimizer, StepScalars, shard_optimizer_for
 
 
 def gradient(step: int) -> Tensor:
@@ -32,8 +33,25 @@ class SignWithMomentum(torch.optim.Optimizer):
                 param.sub_(group["lr"] * (update / update.norm() if group["whole"] else update.sign()))
 
 
-@pytest.mark.parametrize("kind", [torch.optim.Adagrad, torch.optim.RMSprop, SignWithMomentum])
-def test_shards_are_updated_as_the_whole_tensor_and_a_skipped_step_changes_nothing(kind: Any) -> None:
+def resumed(shard: Shard, rule: ShardOptimizer, group: dict[str, Any]) -> Shard:
+    again = Shard(shard.master.clone(), torch.empty(0), shard.param.clone())
+    again.state = rule.new_state(again, group)
+    for kind, value in shard.state.items():
+        again.state[kind].copy_(value)
+    return again
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        torch.optim.Adagrad,
+        partial(torch.optim.Adam, amsgrad=True, weight_decay=0.1),
+        torch.optim.Rprop,
+        torch.optim.RMSprop,
+        SignWithMomentum,
+    ],
+)
+def test_shards_are_updated_and_resumed_as_the_whole_tensor_and_a_skipped_step_changes_nothing(kind: Any) -> None:
     whole = torch.nn.Parameter(gradient(99))
     oracle = kind([whole], lr=0.1)
     optimizer = kind([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
@@ -42,6 +60,9 @@ def test_shards_are_updated_as_the_whole_tensor_and_a_skipped_step_changes_nothi
     for shard in shards:
         shard.state = rule.new_state(shard, group)
     for step in range(1, 5):
+        if step == 3:
+            rule = shard_optimizer_for(optimizer, group)
+            shards = [resumed(shard, rule, group) for shard in shards]
         whole.grad = gradient(step)
         oracle.step()
         for is_skipped in (True, False):

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed_ext.zero.partition import ALIGNMENT, ParamSpec, flat_layout, group_by_buffer, launch_order
+from deepspeed_ext.zero.partition import ALIGNMENT, flat_layout, launch_order
 from megatron.optimus.config.presets import PRESETS
 from megatron.optimus.config.schema import ModelConfig
 from megatron.optimus.models.decoder import Decoder
@@ -63,23 +63,6 @@ def test_padding_alignment_and_bucket_size(numels: list[int], group_size: int, b
 def test_a_layout_without_parameters() -> None:
     layout = flat_layout([], 4, 100)
     assert layout.numel == 4 * ALIGNMENT == layout.padding and layout.shard_numel == ALIGNMENT
-
-
-def test_flat_buffers_are_separate_and_ordered() -> None:
-    specs = [ParamSpec("a", 5, "dense"), ParamSpec("x", 70, "expert"), ParamSpec("b", 3, "dense")]
-    assert group_by_buffer(specs, {"dense": 4, "expert": 1}) == {"dense": ["a", "b"], "expert": ["x"]}
-
-
-@pytest.mark.parametrize(
-    ("specs", "message"),
-    [
-        ([ParamSpec("a", 1, "f"), ParamSpec("a", 1, "g")], "flat buffers 'f' and 'g'"),
-        ([ParamSpec("a", 1, "unknown")], "no process group"),
-    ],
-)
-def test_bad_flat_buffers(specs: list[ParamSpec[str]], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        group_by_buffer(specs, {"f": 1, "g": 1})
 
 
 @pytest.mark.parametrize(
