@@ -6,17 +6,19 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import hjson
 import torch
 from deepspeed.runtime.config import get_gradient_clipping, get_torch_autocast_dtype
+from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys
 from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.precision_config import get_bfloat16_config, get_float16_config
-from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
 
 from deepspeed_ext.config_checks import number, optimizer_params, own_section, refuse_auto
 from deepspeed_ext.config_keys import NARROW_MASTERS
 from deepspeed_ext.muon_section import build_muon
 from deepspeed_ext.optimizers import OPTIMIZERS
 from deepspeed_ext.zero.options import DEFAULT_BUCKET_NUMEL, LossScaleOptions, ZeroOptions
+from deepspeed_ext.zero.sync_errors import InvalidCall
 
 # Keys of the section "deepspeed_ext", each a field of ZeroOptions. A value must have the type of the one given here.
 _OWN_OPTIONS = {"overlap_param_gather": False, "clip_after_steps": 0, "reduce_each_micro_batch": False}
@@ -53,7 +55,8 @@ def resolve_config(args: Any, config: Any, config_params: Any) -> dict[str, Any]
         what = "is not a file" if os.path.exists(given) else "does not exist"
         raise ValueError(f"DeepSpeed configuration {str(given)!r} {what}")
     try:
-        loaded = load_ds_config(str(given))
+        with open(given) as file:  # hjson, as DeepSpeed: comments may be in it
+            loaded = hjson.load(file, object_pairs_hook=dict_raise_error_on_duplicate_keys)
     except (ValueError, RuntimeError) as error:
         raise ValueError(f"DeepSpeed configuration {str(given)!r} is not JSON: {error}") from error
     if not isinstance(loaded, Mapping) or not loaded:
@@ -91,9 +94,15 @@ def zero_options(config: Mapping[str, Any]) -> ZeroOptions:
 
     Raises:
         ValueError: an unknown key in the section "deepspeed_ext", or a value of the wrong type, out of range or "auto".
+        InvalidCall: an odd allgather_bucket_size, which has no other effect.
     """
     refuse_auto(config)
     zero = config.get("zero_optimization") or {}
+    if number("zero_optimization.allgather_bucket_size", gathered := zero.get("allgather_bucket_size", 2)) % 2:
+        raise InvalidCall(
+            "zero_optimization.allgather_bucket_size must be a multiple of nccl_start_alignment_factor, 2, got "
+            f"{gathered}; give an even number"
+        )
     bf16, communicate = get_bfloat16_config(config), config.get("communication_data_type")
     return ZeroOptions(
         stage=int(zero.get("stage", 1)),

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.engine import DeepSpeedEngine
 
 from deepspeed_ext import universal, versions
 from deepspeed_ext.groups import ZeroGroups, expert_group_name, ranks_of, world_group
@@ -274,5 +273,5 @@ class EPEngineMixin:
                 param.data.copy_(weight)
 
 
-class EPEngine(EPEngineMixin, DeepSpeedEngine):
+class EPEngine(EPEngineMixin, versions.BaseEngine):
     """DeepSpeedEngine with the EP-aware ZeRO optimizer; build it through ``deepspeed_ext.initialize``."""

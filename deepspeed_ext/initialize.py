@@ -230,7 +230,7 @@ def _warn(config: dict[str, Any], reason: str | None, marked: Collection[int | N
     lines = [unknown_keys(config)]
     if reason is None:
         lines.append(keys_without_effect(config))
-        if "gradient_clipping" not in config:
+        if "gradient_clipping" not in config and get_gradient_clipping(config):  # 0 before 0.19.3
             lines.append(
                 "gradients are clipped to norm 1: the configuration has no gradient_clipping, and that is DeepSpeed's "
                 "default; set it, 0 for none. torch.nn.utils.clip_grad_norm_ clips nothing here: param.grad is None "

@@ -1,16 +1,18 @@
 """The versions of DeepSpeed that the engine works with: its subclass and its optimizer use names that are not public.
 
 One rule: a version is in the range when the tests that build an engine beside stock's pass with it
-(``make test-deepspeed VERSION=0.18.9``). What only some of them have is asked for here and nowhere else.
+(``make test-deepspeed VERSION=0.17.6``). What only some of them have is asked for here and nowhere else.
 """
 
 import logging
 from typing import TYPE_CHECKING, Any
 
 import deepspeed
+import torch
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.engine import DeepSpeedEngine
 
-OLDEST, NEWEST = (0, 18, 9), (0, 19, 8)
+OLDEST, NEWEST = (0, 17, 6), (0, 19, 8)
 
 
 def problem_with(version: str) -> str | None:
@@ -71,9 +73,36 @@ class _AssignedBoundary(ZeROOptimizer):
         self._is_gradient_accumulation_boundary = bool(is_boundary)
 
 
-if TYPE_CHECKING or hasattr(ZeROOptimizer, "set_gradient_accumulation_boundary"):
-    BaseOptimizer = ZeROOptimizer
-else:
+class _QueuedEnd(_AssignedBoundary):
+    """The base optimizer for engines of 0.18.3 and 0.18.4: of ``loss.backward()`` they do not notice the end."""
+
+    def enter_backward(self) -> None:
+        super().enter_backward()
+        torch.autograd.Variable._execution_engine.queue_callback(self.run_grad_acc_post_hooks)
+
+
+class _RunsBackward(_AssignedBoundary):
+    """The base optimizer for engines before 0.18.3, which have it run the backward and know no other."""
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
+        """Runs the backward of the loss, which is scaled in fp16. Called by the engine's ``backward``."""
+        self.loss_scaler.scale_loss(loss).backward(retain_graph=retain_graph)
+
+
+class _EndsBackward(DeepSpeedEngine):
+    """The engine before 0.18.3, which does not tell the optimizer that a backward has ended."""
+
+    def _backward_epilogue(self) -> None:
+        super()._backward_epilogue()
+        self.optimizer.backward_epilogue()
+
+
+BaseOptimizer, BaseEngine = ZeROOptimizer, DeepSpeedEngine
+if not TYPE_CHECKING and not hasattr(ZeROOptimizer, "enter_backward"):
+    BaseOptimizer, BaseEngine = _RunsBackward, _EndsBackward
+elif not TYPE_CHECKING and not hasattr(ZeROOptimizer, "queue_post_backward_callback"):
+    BaseOptimizer = _QueuedEnd
+elif not TYPE_CHECKING and not hasattr(ZeROOptimizer, "set_gradient_accumulation_boundary"):
     BaseOptimizer = _AssignedBoundary
 
 check(deepspeed.__version__)

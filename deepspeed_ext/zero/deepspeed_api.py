@@ -37,6 +37,7 @@ class DeepSpeedFiles:
     """
 
     read_files: Callable[[], Sequence[Any] | None] | None = None
+    nccl_start_alignment_factor = 2  # every shard starts at a multiple of so many elements, in fact of more
 
     @property
     def _whole(self) -> EPZeroOptimizer:
@@ -46,6 +47,12 @@ class DeepSpeedFiles:
     def round_robin_bit16_groups(self) -> list[list[nn.Parameter]]:
         """The parameters by flat buffer, from which the engine records shapes for zero_to_fp32."""
         return [stock_files.stored_params(flat_buffer) for flat_buffer in self._whole.flat_buffers]
+
+    @property
+    def parallel_partitioned_bit16_groups(self) -> list[list[Tensor]]:
+        """The parameters' memory, padding included: for each bucket (stock's: group) the shards of all ranks."""
+        buckets = [bucket for flat_buffer in self._whole.flat_buffers for bucket in flat_buffer.buckets]
+        return [list(bucket.param.split(bucket.layout.shard_numel)) for bucket in buckets]
 
     def state_dict(self) -> dict[str, Any]:
         """Returns this rank's shards, their layout and the fields that DeepSpeed's scripts read.

@@ -483,6 +483,12 @@ class GradientReducer:
         if self._zeroed_places:
             torch._foreach_zero_(self._zeroed_places)
 
+    def drop(self) -> None:
+        """Drops what has come since the last step, also from a backward that began without ``arm``."""
+        self.settle_buffers()
+        self._begin()
+        self.reset_after_step()
+
     def _find_main_grad_users(self) -> None:
         """Removes ``main_grad`` where no producer wrote to it, and finds the producers that never asked.
 

@@ -107,7 +107,7 @@ class EPZeroOptimizer(DeepSpeedFiles, BaseOptimizer):
         self._errors = StepErrors(self._norm_groups, self.device)
         self.record_error = self._errors.record
         self._reducer = GradientReducer(self.flat_buffers, positions, self.options, self._errors)
-        self._tracker = BackwardTracker(self._reducer, self._errors, self._backward_hook_state)
+        self._tracker = BackwardTracker(self._reducer, self._errors, self._leave_backward)
         self.interrupt = self._tracker.interrupt
         self.local_gradient = self._reducer.local_gradient
         self._param_gather = ParamAllGather(
@@ -215,6 +215,9 @@ class EPZeroOptimizer(DeepSpeedFiles, BaseOptimizer):
         It counts as an error of this rank, and the step is skipped on all ranks. ``zero_grad`` drops what it has left.
         """
         self.has_reduced |= self._tracker.end_interrupted()
+
+    def _leave_backward(self) -> None:
+        self._backward_active_depth = 0  # DeepSpeed's count of the backwards that are under way
 
     def buckets_of(self, params: Iterable[nn.Parameter]) -> list[Bucket]:
         """Returns the buckets in which any of these parameters lies, in launch order."""
@@ -324,8 +327,7 @@ class EPZeroOptimizer(DeepSpeedFiles, BaseOptimizer):
         for flat_buffer in self.flat_buffers:
             for param in flat_buffer.params.values():
                 param.grad = None
-        self._reducer.settle_buffers()
-        self._reducer.reset_after_step()
+        self._reducer.drop()
         self.has_reduced = False
 
     # ---- the step

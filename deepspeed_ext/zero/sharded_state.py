@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from deepspeed_ext.optimizers.base import AVERAGE
@@ -339,7 +340,7 @@ class Stage3States:
             if place is None:  # frozen when the engine was built
                 continue
             group, offset, size = place
-            start = optimizer._get_param_partition_rank(param) * size
+            start = dist.get_rank(getattr(param, "ds_process_group", optimizer.dp_process_group)) * size
             stop = min(start + size, param.ds_numel)
             if start >= stop:
                 continue

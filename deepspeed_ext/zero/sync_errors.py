@@ -30,8 +30,6 @@ from deepspeed_ext.groups import ZeroGroups, expert_group_name, ranks_of, world_
 from deepspeed_ext.zero.options import ZeroOptions
 
 if TYPE_CHECKING:
-    from deepspeed.runtime.base_optimizer import BackwardHookStateManager
-
     from deepspeed_ext.zero.gradient_hooks import GradientReducer
 
 logger = logging.getLogger("deepspeed_ext")
@@ -298,8 +296,8 @@ class BackwardTracker:
     another graph although the gradients of the one before have not been ended.
     """
 
-    def __init__(self, reducer: GradientReducer, errors: StepErrors, hooks: BackwardHookStateManager) -> None:
-        self._reducer, self._errors, self._hooks = reducer, errors, hooks
+    def __init__(self, reducer: GradientReducer, errors: StepErrors, leave: Callable[[], None]) -> None:
+        self._reducer, self._errors, self._leave = reducer, errors, leave
         self._error: Exception | None = None
         self._task = -1  # autograd's number of the present backward, if this ran inside it
 
@@ -344,5 +342,5 @@ class BackwardTracker:
         self._error, self._task = None, -1
         if self._reducer.has_ended:
             return False
-        self._hooks.backward_active_depth = 0  # DeepSpeed's, which counts it as under way
+        self._leave()
         return self._reducer.end_interrupted()

@@ -9,6 +9,7 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
+from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT
 from torch import nn
 
 import deepspeed_ext
@@ -47,7 +48,7 @@ def _both(rank: int, world: int, additions: dict[str, Any], values: list[float])
 def test_an_absent_gradient_clipping_is_deepspeeds(clipping: dict[str, float]) -> None:
     for stock, ours in run_distributed(_both, WORLD, clipping, [400.0, 0.25]):
         norm = float(ours[0].norm())
-        expected = clipping.get("gradient_clipping", 1.0) or math.sqrt(2 * 400**2 + 2)
+        expected = clipping.get("gradient_clipping", GRADIENT_CLIPPING_DEFAULT) or math.sqrt(2 * 400**2 + 2)
         assert abs(norm - expected) < 1e-4 * expected
         for a, b in zip(stock, ours, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-6, atol=0)

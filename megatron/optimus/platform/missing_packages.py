@@ -16,7 +16,7 @@ _OURS = ("megatron", "deepspeed_ext", "tools", "examples", "tests")
 # Packages that every installation has, by the name of their module: distribution and version, as in pyproject.toml.
 REQUIRED = {
     "torch": ("torch", ">=2.8"),
-    "deepspeed": ("deepspeed", ">=0.18.9,<=0.19.8"),
+    "deepspeed": ("deepspeed", ">=0.17.6,<=0.19.8"),
     "numpy": ("numpy", ""),
     "safetensors": ("safetensors", ">=0.5"),
     "xxhash": ("xxhash", ">=3.5"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 
 import deepspeed_ext
+from tests.distributed.deepspeed_ext.stock import config_for
 from tests.helpers import run_distributed
 
 WORLD = 2
@@ -64,7 +64,7 @@ def _with_trainer(folder: Path, steps: int, resume: str | None) -> dict[str, Any
         bf16=False,
         report_to=[],
         disable_tqdm=True,
-        deepspeed=copy.deepcopy(TRAINER_CONFIG),
+        deepspeed=config_for(deepspeed.initialize, TRAINER_CONFIG),
     )
     data = [{"input_ids": row, "labels": row} for row in tokens]
     trainer = Trainer(model=model, args=arguments, train_dataset=data)

@@ -253,6 +253,7 @@ def test_options_of_a_full_configuration() -> None:
         ({"communication_data_type": "int8"}, "communication_data_type='int8'"),
         ({"zero_optimization": {"stage": 1, "reduce_bucket_size": 0}}, "reduce_bucket_size=0"),
         ({"gradient_clipping": -1.0}, "gradient_clipping=-1.0"),
+        ({"zero_optimization": {"stage": 2, "allgather_bucket_size": 1001}}, "a multiple of .*, 2, got 1001; give an"),
     ],
 )
 def test_bad_options(config: dict[str, Any], message: str) -> None:

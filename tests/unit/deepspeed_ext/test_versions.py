@@ -8,16 +8,16 @@ import pytest
 
 from deepspeed_ext import versions
 
-RANGE = "deepspeed_ext works with 0.18.9 to 0.19.8; pip install deepspeed==0.19.8"
+RANGE = "deepspeed_ext works with 0.17.6 to 0.19.8; pip install deepspeed==0.19.8"
 
 
-@pytest.mark.parametrize("version", ["0.18.9", "0.19.0", "0.19.8", "0.19.8+cu128"])
+@pytest.mark.parametrize("version", ["0.17.6", "0.18.0", "0.19.8", "0.19.8+cu128"])
 def test_versions_of_the_range_are_taken(version: str, caplog: pytest.LogCaptureFixture) -> None:
     versions.check(version)
     assert not caplog.records
 
 
-@pytest.mark.parametrize("version", ["0.17.6", "0.18.0", "0.18.8+unknown"])
+@pytest.mark.parametrize("version", ["0.16.9", "0.17.5", "0.17.5+unknown"])
 def test_an_older_version_is_refused_with_the_range(version: str) -> None:
     with pytest.raises(ImportError) as error:
         versions.check(version)

@@ -23,6 +23,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 import deepspeed_ext
+from tests.distributed.deepspeed_ext.stock import HAS_TORCH_STYLE
 from tests.distributed.deepspeed_ext.zero.test_stock_files import CONFIG, Model, batch
 from tests.helpers import run_distributed
 
@@ -140,6 +141,9 @@ def _poked(rank: int, initialize: Any) -> dict[str, Any]:
 
     found: dict[str, Any] = {"is ZeRO": isinstance(optimizer, ZeROOptimizer)}
     found["scales"] = [optimizer.loss_scaler.cur_scale, optimizer.loss_scaler.loss_scale, optimizer.loss_scale]
+    shards = [shard for group in optimizer.parallel_partitioned_bit16_groups for shard in group]
+    found["aligned"] = all(shard.data_ptr() % (2 * optimizer.nccl_start_alignment_factor) == 0 for shard in shards)
+    found["sum of shards"] = [sum(float(part.double().sum()) for part in parts) for parts in (shards, params)]
     with engine.no_sync():
         for step in range(2):
             engine.backward(engine(batch(rank, step)))
@@ -178,9 +182,12 @@ def _assertions(engine: Any, initialize: Any) -> list[str]:
             engine.step()
 
     caught = []
-    calls = {"vector": lambda: engine.backward(engine.module(batch(0, 0)).reshape(1).expand(2))}
-    calls |= {"no model": lambda: initialize(model=None, config=copy.deepcopy(CONFIG)), "step": step_in_no_sync}
+    calls = {"no model": lambda: initialize(model=None, config=copy.deepcopy(CONFIG)), "step": step_in_no_sync}
+    if HAS_TORCH_STYLE:
+        calls["vector"] = lambda: engine.backward(engine.module(batch(0, 0)).reshape(1).expand(2))
     calls["batch"] = lambda: initialize(model=Model(), config=copy.deepcopy(CONFIG) | {"train_batch_size": 7})
+    odd = copy.deepcopy(CONFIG) | {"zero_optimization": {"stage": 2, "allgather_bucket_size": 1001}}
+    calls["odd buckets"] = lambda: initialize(model=Model(), config=odd)
     if hasattr(DeepSpeedEngine, "coalesce_grad_reduction"):
         calls["coalesce"] = coalesce_in_no_sync
     for name, call in calls.items():
@@ -219,7 +226,10 @@ def test_gradients_in_no_sync_and_inner_state_are_those_of_stock() -> None:
         assert {(kind, step) for kind, step, _ in ours["saved"]} == {(kind, step) for kind, step, _ in stock["saved"]}
         assert [norm for *_, norm in ours["saved"]] == ours["live"]
         assert ours["assertions"] == stock["assertions"]
-        assert {"vector", "no model", "step", "batch"} <= set(ours["assertions"])
+        assert {"no model", "step", "batch", "odd buckets"} <= set(ours["assertions"])
+        assert ours["aligned"] and stock["aligned"]
+        assert ours["sum of shards"] == pytest.approx([stock["sum of shards"][1]] * 2, abs=1e-6)
+        assert "vector" in ours["assertions"] or not HAS_TORCH_STYLE
         assert "coalesce" in ours["assertions"] or not hasattr(DeepSpeedEngine, "coalesce_grad_reduction")
         assert ours["scales"] == stock["scales"] == [1.0, 1.0, 1.0]
         for what in ("inside 0", "inside 1", "reduced"):

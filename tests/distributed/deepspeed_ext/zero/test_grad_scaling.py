@@ -17,6 +17,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 import deepspeed_ext
+from tests.distributed.deepspeed_ext.stock import HAS_TORCH_STYLE
 from tests.distributed.deepspeed_ext.zero.test_optimizer import ACCUMULATION, MAX_NORM, build_engine, dump, train_step
 from tests.helpers import run_distributed
 from tests.unit.deepspeed_ext import toy
@@ -142,12 +143,14 @@ def _styles(rank: int, world: int) -> list[Any]:
         engine = _engine(rank, world, 1, gradient_accumulation_steps=1, fp16={"enabled": True, "loss_scale": 64})
         for step in range(2):
             loss = engine(toy.batch(step, 0, rank))
-            engine.backward(loss) if style == "engine" else engine.scale(loss).backward()
+            engine.backward(loss) if style == "engine" or not HAS_TORCH_STYLE else engine.scale(loss).backward()
             engine.step()
         assert engine.optimizer.loss_scale == 64 and not engine.dynamic_loss_scale()
         weights.append(torch.cat([p.detach().flatten() for p in engine.module.parameters()]))
-    with pytest.raises(RuntimeError, match="scaling is required"):
+    with pytest.raises(RuntimeError, match="scaling is required" if HAS_TORCH_STYLE else "without a backward"):
         engine(toy.batch(2, 0, rank)).backward()
+        for _ in range(0 if HAS_TORCH_STYLE else 2):  # the second says that the first had no backward
+            engine.step()
     return [torch.equal(*weights)]
 
 
