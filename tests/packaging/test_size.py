@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # Lines of the Python files of megatron and deepspeed_ext, docstrings and comments included. A change that brings a
 # capability raises it in the same commit; one that removes code lowers it.
-TOTAL_LINES = 69_890
+TOTAL_LINES = 70_184
 TOLERANCE = 0.02
 
 
