@@ -95,7 +95,7 @@ def _real_events(rank: int, world: int, words: str) -> list[Event]:
     for name, layer in engine.module.layers.named_children():
         watch(int(name), layer)
     with pytest.MonkeyPatch.context() as patch:
-        methods = {"lend": "acquire", "sent": "mark_in_flight", "keep": "keep", "_give_back": "_release"}
+        methods = {"lend": "acquire", "sent": "mark_in_flight", "keep": "keep", "_give_back": "release"}
         for kind, method in methods.items():
             patch.setattr(BufferPool, method, noting(kind, method))
         patch.setattr(GradientReducer, "_open", opening)
