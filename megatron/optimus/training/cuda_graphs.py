@@ -70,7 +70,6 @@ class MicroBatchGraphs:
         self._setting: Any = None  # what recorded kernels have as constants
         self._steps = 0  # that have begun with this setting
         self._recordings: dict[bool, _RecordedMicroBatch] = {}  # True: of a step's first micro-batch
-        self._replays_step = False  # the first micro-batch of this step was replayed
         self._num_hooks = self._count_hooks()  # of the model itself
         self._inputs: list[Any] = []  # tokens, labels, positions, mean labels: the memory from which graphs read
 
@@ -95,10 +94,7 @@ class MicroBatchGraphs:
         if setting != self._setting:
             self._setting, self._steps, self._recordings, self._inputs = setting, 0, {}, []
         self._steps += is_first
-        must_not_replay = self._steps <= WARM_UP or self._must_not_replay(batch)
-        if is_first:
-            self._replays_step = not must_not_replay
-        if must_not_replay or not self._replays_step:
+        if self._steps <= WARM_UP or self._must_not_replay(batch):
             return through_engine(batch, mean_labels)
         self._copy_inputs(batch, mean_labels)
         if (recording := self._recordings.get(is_first)) is None:
@@ -113,7 +109,8 @@ class MicroBatchGraphs:
 
     def _must_not_replay(self, batch: Batch) -> bool:
         reduces = self._engine.dp_world_size > 1 and self._engine.is_gradient_accumulation_boundary()
-        # Hooks come after a step that was not finite, and in a profile; a replay would run none of them.
+        # Hooks come after a step that was not finite, and in a profile; a replay would run none of them. Of the rest
+        # only the last micro-batch of a step differs, so the first one's float8 weights are always there.
         return reduces or batch.documents is not None or self._count_hooks() != self._num_hooks
 
     def _count_hooks(self) -> int:
