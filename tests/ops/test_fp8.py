@@ -147,3 +147,18 @@ def test_constant_weights_are_quantized_once() -> None:
         [second] = fp8.linear(x, [weight])
     [after] = fp8.linear(x, [weight])
     assert torch.equal(before, first) and torch.equal(first, second) and torch.equal(after, 2 * first)
+
+
+def test_what_a_replay_has_quantized_is_kept() -> None:
+    """A step whose first micro-batch was a graph, which wrote the weights to where an earlier step had them."""
+    x, weight = made(32, 16, seed=0), made(16, 16, seed=1)
+    with fp8.constant_weights():
+        [first] = fp8.linear(x, [weight])
+        written = fp8.kept_so_far()
+    weight.mul_(2)
+    with fp8.constant_weights():
+        fp8.keep(written)
+        [replayed] = fp8.linear(x, [weight])
+    fp8.keep(written)  # outside of a step: nothing
+    [after] = fp8.linear(x, [weight])
+    assert len(written) == 1 and torch.equal(replayed, first) and torch.equal(after, 2 * first)
