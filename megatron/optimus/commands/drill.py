@@ -517,4 +517,5 @@ def _problem(fault: Fault, options: argparse.Namespace) -> str:
     if needed <= seen:
         return ""
     where = "a simulated node" if fault.needs_agents else "this machine"
-    return f"{where} has {needed} ranks, each on a {kind} device of its own, and {seen} are seen; use fewer --ranks, or --device=cpu"
+    text = f"{where} has {needed} ranks, each on a {kind} device of its own, and {seen} are seen"
+    return f"{text}; use fewer --ranks, or --device=cpu"
